@@ -267,8 +267,8 @@ def _check_rows(recipe: Recipe, linear: str, kind: LinearPrecision, shape: tuple
         if size % packed:
             raise UserError(
                 f"recipe {recipe.name!r}: {linear}: {size} numbers of a row of its {role} cannot "
-                f"be stored {packed} to a byte in {fmt.name}; leave it out with excluded, or take a "
-                "format of 8 bits"
+                f"be stored {packed} to a byte in {fmt.name}; leave it out with excluded, or take "
+                "a format of 8 bits"
             )
 
 
