@@ -31,6 +31,7 @@ from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.forms import rollout_policy
 from fp8rl_jax.models.policy import init_policy, with_scales
+from fp8rl_jax.precision.formats import in_blocks
 from fp8rl_jax.rollout.calibration import observe_qkv
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
@@ -42,12 +43,14 @@ from pallas_kernels.backend import tracing_for
 
 DENSE = replace(CONFIG, num_layers=1, head_dim=64)
 MIXTURE = replace(DENSE, architecture="qwen3_moe", experts=ExpertsConfig(4, 2, 64, normalize=True))
+# those of formats that kernels multiply
+OURS = {name: recipe for name, recipe in RECIPES.items() if in_blocks(recipe.rollout.weight)}
 SERVED = [
     name
-    for name, recipe in RECIPES.items()
+    for name, recipe in OURS.items()
     if recipe.rollout.weight.quantized or recipe.quantizes_cache
 ]
-TRAINED = [name for name, recipe in RECIPES.items() if recipe.trainer.weight.quantized]
+TRAINED = [name for name, recipe in OURS.items() if recipe.trainer.weight.quantized]
 PROMPTS = make_prompts()
 ROWS, TOKENS = 12, 8
 
@@ -202,6 +205,18 @@ def test_xla_adds_nothing_in_an_exact_program(program, model):
 def test_xla_multiplies_in_the_backward_pass_of_an_exact_update_alone():
     products = printed("on_compiled_hopper", "update", "dense")["products"]
     assert products and all("/transpose(" in where for where in products), products
+
+
+@pytest.mark.usefixtures("toolchain")
+@pytest.mark.parametrize("gpu", ["H200", "B200"])
+def test_xla_multiplies_formats_without_a_kernel_in_16_bits_or_as_they_are_stored(gpu):
+    """MXFP8 stays a product of scaled operands up to the compiler of its kernel; no operand of NVFP4
+    becomes float32 on the way."""
+    found = printed("on_compiled_formats", gpu)
+    assert found == {
+        "mxfp8": {"scaled": True, "float32": False},
+        "nvfp4": {"scaled": False, "float32": False},
+    }
 
 
 @pytest.mark.slow
