@@ -66,6 +66,18 @@ class Format(ABC):
         (`jax.lax.scaled_dot`); None where there is none."""
         return None
 
+    def dithered(self, q: QTensor, salt: UInt32[Array, ""]) -> Float[Array, "*batch m n"]:
+        """Draw each number at random from all those that round to it, float32; zeros stay, and the
+        largest, which set a scale.
+
+        Args:
+            salt: fixes the draws, whatever the sharding.
+
+        Raises:
+            NotImplementedError: the format does not know its cells.
+        """
+        raise NotImplementedError(f"{self.name} has no dithered")
+
     def store(
         self, x: Float[Array, "*batch m n"], key: Key[Array, ""], backend: Backend = "auto"
     ) -> QTensor:

@@ -23,14 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from fp8rl_jax.config.formats import TensorFormat
+from fp8rl_jax.config.formats import WHOLE, TensorFormat
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.models.forms import linear_formats
 from fp8rl_jax.models.policy import Policy, build_policy, tensor_specs
 from fp8rl_jax.models.tensors import of_kind
 from fp8rl_jax.parallel import to_host
-from fp8rl_jax.precision import quantize
-from fp8rl_jax.precision.formats import in_blocks
+from fp8rl_jax.precision import Format, quantize
+from fp8rl_jax.precision.formats import format_of, in_blocks
 from fp8rl_jax.precision.rounding import dither, dither_blocks, on_grid
 
 _DITHER = 3
@@ -87,12 +87,20 @@ def _formats(policy: Policy, recipe: Recipe) -> dict[str, list[TensorFormat | No
     return {
         name: [
             one.weight
-            if one and other and one.weight == other.weight and in_blocks(one.weight)
+            if one and other and one.weight == other.weight and _has_cells(one.weight)
             else None
             for one, other in zip(rollout[name], trainer[name], strict=True)
         ]
         for name in rollout.keys() & trainer.keys()
     }
+
+
+def _has_cells(fmt: TensorFormat) -> bool:
+    """Whether a format's numbers are drawn from their cells: its blocks have a size, and the first
+    one says whether a checkpoint is in it."""
+    if fmt.block is None or WHOLE in fmt.block:
+        return False
+    return in_blocks(fmt) or type(format_of(fmt)).dithered is not Format.dithered
 
 
 def _begins_on_grid(value: Array, entry: int, fmt: TensorFormat) -> bool:

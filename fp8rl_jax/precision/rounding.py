@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, UInt32
 from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.parallel import mixed, place_hash
 from fp8rl_jax.precision.quantizer import quantize
-from pallas_kernels import QTensor
+from pallas_kernels import Blocks, QTensor
 from pallas_kernels.quantize import block_amax, expand_scales
 from pallas_kernels.rounding import rounded, up_or_down
 
@@ -127,15 +127,21 @@ def dither_blocks(
         `x`, bit for bit.
     """
     q = quantize(rounded(x, dtype), fmt)
-    scales, whole = (
-        expand_scales(of_block, q.block, x.shape[-2:]) for of_block in (q.scales, on_grid(x, q))
-    )
-    codes = q.values.astype(jnp.float32)
-    moved = dither(codes, q.values.dtype, salt)
-    drawn = jnp.where(whole & (moved != codes), scales * moved, x)
+    whole = expand_scales(on_grid(x, q), q.block, x.shape[-2:])
+    if isinstance(q.format, Blocks):
+        codes = q.values.astype(jnp.float32)
+        moved = dither(codes, q.values.dtype, salt)
+        cells = expand_scales(q.scales, q.block, x.shape[-2:]) * moved
+        drawn = jnp.where(whole & (moved != codes), cells, x)
+    else:
+        drawn = q.format.dithered(q, salt)
+        drawn = jnp.where(whole & (drawn != q.dequantize()), drawn, x)
 
     def stays(drawn: Array) -> Array:
-        return quantize(rounded(drawn, dtype), fmt).values == q.values
+        again = quantize(rounded(drawn, dtype), fmt)
+        if q.format.packed == 1:
+            return again.values == q.values
+        return again.dequantize() == q.dequantize()
 
     if dtype != x.dtype:
         # the border is where `dtype` rounds across it: there, what is rounded to its last number

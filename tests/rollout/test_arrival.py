@@ -10,20 +10,27 @@ import numpy as np
 import pytest
 from tiny_models import LLAMA, MOE
 
-from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, SideScales, get_recipe, recipe
+from fp8rl_jax.config.recipe import (
+    RECIPES,
+    PrecisionConfig,
+    Recipe,
+    SideScales,
+    get_recipe,
+    recipe,
+)
 from fp8rl_jax.config.run import ModelConfig, RunConfig
 from fp8rl_jax.config.training import LoraConfig
 from fp8rl_jax.models.dither import dithered
 from fp8rl_jax.models.forms import rollout_policy, trainer_policy
 from fp8rl_jax.models.lora import join, merge, split
-from fp8rl_jax.models.policy import LINEARS, Layer, Weight, init_policy, with_layers
+from fp8rl_jax.models.policy import LINEARS, Layer, Policy, Weight, init_policy, with_layers
 from fp8rl_jax.precision import QuantizedWeight, dequantize, quantize
 from fp8rl_jax.precision.rounding import dither, dither_blocks, round_by_hash
 from fp8rl_jax.rollout import arrival
 from fp8rl_jax.rollout.arrival import Arrival, kept, kept_merged
 
 NAMES = ("changed", "arrived", "noise", "cosine")
-BF16 = jnp.dtype("bfloat16")
+BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 # q_proj is quantized in some layers alone, so that its stack comes in runs
 PART = recipe("fp8-rl", "part", excluded=("layers.0.q_proj",))
 
@@ -272,16 +279,8 @@ def on_grid_of(policy, fmt, dtype):
     return with_layers(policy, Layer(tensors))
 
 
-@pytest.mark.parametrize("row", ["jet-rl", "infir2"])  # a float32 scale, and a power of two
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_masters_of_an_fp8_checkpoint_are_drawn_from_its_cells_where_both_sides_have_them(
-    row, dtype
-):
-    """Both forms of the policy are what they were; and an update arrives, of which nearly nothing
-    did, as a weight that sets a scale moves all that it scales and few others leave their cells."""
-    formats, dtype = RECIPES[row], jnp.dtype(dtype)
-    start = on_grid_of(init_policy(LLAMA, jax.random.key(0)), formats.rollout.weight, BF16)
-    masters = dithered(start, formats, 0, dtype)
+def same_forms(start: Policy, masters: Policy, formats: Recipe, dtype: jnp.dtype) -> None:
+    """Both sides multiply the same bits."""
     for side in ("trainer", "rollout"):
         one, other = (
             jax.tree.map(
@@ -300,6 +299,19 @@ def test_masters_of_an_fp8_checkpoint_are_drawn_from_its_cells_where_both_sides_
         )
         for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
             assert x.tobytes() == y.tobytes()
+
+
+@pytest.mark.parametrize("row", ["jet-rl", "infir2"])  # a float32 scale, and a power of two
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_masters_of_an_fp8_checkpoint_are_drawn_from_its_cells_where_both_sides_have_them(
+    row, dtype
+):
+    """Both forms of the policy are what they were; and an update arrives, of which nearly nothing
+    did, as a weight that sets a scale moves all that it scales and few others leave their cells."""
+    formats, dtype = RECIPES[row], jnp.dtype(dtype)
+    start = on_grid_of(init_policy(LLAMA, jax.random.key(0)), formats.rollout.weight, BF16)
+    masters = dithered(start, formats, 0, dtype)
+    same_forms(start, masters, formats, dtype)
     cells = {}
     for name in masters.stack.tensors():
         before, after = (np.asarray(p.stack.tensors()[name].value) for p in (start, masters))
@@ -317,12 +329,34 @@ def test_masters_of_an_fp8_checkpoint_are_drawn_from_its_cells_where_both_sides_
     assert arrived[0] < 0.05 and arrived[1] == pytest.approx(1.0, abs=0.07)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("row", ["mxfp8", "nvfp4", "int4-qat"])
+def test_masters_of_a_checkpoint_in_another_format_are_drawn_from_its_cells_too(row, dtype):
+    """The largest of a group, which sets its scale, stays, and zeros; of 4 bits those are many."""
+    formats, dtype = RECIPES[row], jnp.dtype(dtype)
+    start = on_grid_of(init_policy(LLAMA, jax.random.key(0)), formats.rollout.weight, F32)
+    masters = dithered(start, formats, 0, dtype)
+    same_forms(start, masters, formats, dtype)
+    arrived, drawn = [], []
+    linears = [name for name in masters.stack.tensors() if name in LINEARS]
+    for name in linears:
+        before, after = (np.asarray(p.stack.tensors()[name].value) for p in (start, masters))
+        drawn.append((before != after)[before != 0].mean())
+    assert np.mean(drawn) > 0.8
+    for policy in (start, masters):
+        follows = Arrival()
+        for now in (policy, moved(policy, 2e-4)):
+            follows.see(now, rollout_policy(now, formats, dtype, False, "reference")[0])
+        arrived.append(np.mean([follows.kinds[name]["arrived"] for name in linears]))
+    assert arrived[0] < 0.3 and arrived[1] == pytest.approx(1.0, abs=0.25)
+
+
 def test_a_draw_that_would_change_a_scale_is_none():
     """The largest value of a block is 225 steps, and its cell reaches to below 224, where the scale
     is half."""
     fmt, codes = RECIPES["infir2"].rollout.weight, np.ones((128, 128), np.float32) * 26
     codes[3, 5] = 225.0
-    x, F32 = jnp.asarray(codes), jnp.dtype("float32")
+    x = jnp.asarray(codes)
     expected, drawn = quantize(x, fmt), []
     for salt in range(8):
         made = dither_blocks(x, fmt, F32, jnp.uint32(salt))
@@ -335,7 +369,7 @@ def test_a_draw_that_would_change_a_scale_is_none():
 def test_what_lies_between_two_numbers_of_a_format_or_is_read_unquantized_stays():
     """A float32 master is somewhere in its FP8 cell; and a trainer in the compute dtype would see a
     draw from one as another policy."""
-    start, F32 = init_policy(LLAMA, jax.random.key(0)), jnp.dtype("float32")
+    start = init_policy(LLAMA, jax.random.key(0))
     quantized = on_grid_of(start, RECIPES["jet-rl"].rollout.weight, F32)
     part = recipe("jet-rl", "part", excluded=("layers.0.q_proj",))
     unlike = PrecisionConfig(trainer=SideScales(scale="power_of_two"))

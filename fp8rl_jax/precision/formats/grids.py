@@ -35,6 +35,20 @@ def on_grid(
     return (jnp.round(steps) if draw is None else jnp.floor(steps + draw)) * step
 
 
+def drawn_from_cells(
+    x: Float[Array, "*axes"], mantissa: int, smallest: int, largest: float, salt: UInt32[Array, ""]
+) -> Float[Array, "*axes"]:
+    """Draw numbers of a grid (`on_grid`) each from all those that round to it; 0 and the largest
+    stay. A power of two has half as much room below it."""
+    size = jnp.abs(x)
+    bits = lax.bitcast_convert_type(size, jnp.int32)
+    binade = lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
+    above = jnp.maximum(binade, 2.0**smallest) * 2.0**-mantissa
+    below = jnp.where((size == binade) & (size > 2.0**smallest), above / 2, above)
+    drawn = size - below / 2 + draws(x.shape, salt) * (below + above) / 2
+    return jnp.where((size == 0) | (size >= largest), x, jnp.sign(x) * drawn)
+
+
 def draws(shape: tuple[int, ...], salt: UInt32[Array, ""]) -> Float[Array, "*shape"]:
     """Draw uniform numbers in [0, 1), of 24 bits: hashes of the places, the same on any mesh."""
     return (place_hash(shape, salt) >> 8).astype(jnp.float32) * 2.0**-24

@@ -12,7 +12,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from fp8rl_jax.precision.formats.grids import draws, pack, unpack
+from fp8rl_jax.precision.formats.grids import drawn_from_cells, draws, pack, unpack
 from pallas_kernels import Format, QTensor
 from pallas_kernels.backend import Backend, block_name
 from pallas_kernels.quantize import block_amax, expand_scales
@@ -49,12 +49,20 @@ class Int4(Format):
 
     def dequantize(self, q: QTensor) -> Float[Array, "*batch m n"]:
         """Multiply codes, from -8 to 7, with the scale of their group."""
-        codes = unpack(q.values).astype(jnp.float32)
-        return jnp.where(codes > LARGEST, codes - 16, codes) * self._expanded(q)
+        return self._codes(q) * self._expanded(q)
+
+    def dithered(self, q: QTensor, salt: UInt32[Array, ""]) -> Float[Array, "*batch m n"]:
+        """Codes drawn from half a step around them."""
+        # steps of 1 below 8
+        return drawn_from_cells(self._codes(q), 3, 3, LARGEST, salt) * self._expanded(q)
 
     def limit(self, q: QTensor) -> Float[Array, "*batch m n"]:
         """7 times the scale."""
         return LARGEST * self._expanded(q)
+
+    def _codes(self, q: QTensor) -> Array:
+        codes = unpack(q.values).astype(jnp.float32)
+        return jnp.where(codes > LARGEST, codes - 16, codes)
 
     def _expanded(self, q: QTensor) -> Array:
         return expand_scales(q.scales.astype(jnp.float32), self.block, q.shape[-2:])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from fp8rl_jax.precision.formats.grids import draws, on_grid
+from fp8rl_jax.precision.formats.grids import drawn_from_cells, draws, on_grid
 from pallas_kernels import Format, QTensor
 from pallas_kernels.backend import Backend, block_name
 from pallas_kernels.quantize import block_amax, expand_scales
@@ -58,6 +58,12 @@ class Minifloat(Format):
     def dequantize(self, q: QTensor) -> Float[Array, "*batch m n"]:
         """Multiply values with the scale of their block."""
         return q.values.astype(jnp.float32) * expand_scales(q.scales, self.block, q.shape[-2:])
+
+    def dithered(self, q: QTensor, salt: UInt32[Array, ""]) -> Float[Array, "*batch m n"]:
+        """Values drawn from their cells."""
+        numbers, smallest = q.values.astype(jnp.float32), 2 - 2 ** (self.exponent - 1)
+        drawn = drawn_from_cells(numbers, self.mantissa, smallest, self.largest, salt)
+        return drawn * expand_scales(q.scales, self.block, q.shape[-2:])
 
     def limit(self, q: QTensor) -> Float[Array, "*batch m n"]:
         """The largest number times the scale."""

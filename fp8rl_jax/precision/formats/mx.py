@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, UInt32
 
 from fp8rl_jax.precision.formats.grids import (
     as_float4,
+    drawn_from_cells,
     draws,
     e2m1_codes,
     e2m1_numbers,
@@ -123,6 +124,12 @@ class MX(Format):
     def device_values(self, values: Array) -> Array:
         """The stored values in a dtype of the element."""
         return values
+
+    def dithered(self, q: QTensor, salt: UInt32[Array, ""]) -> Float[Array, "*batch m n"]:
+        """Elements drawn from their cells."""
+        element, numbers = ELEMENTS[self.element], self.numbers(q.values)
+        cells = element.mantissa, element.smallest, element.largest
+        return drawn_from_cells(numbers, *cells, salt) * self._expanded(q)
 
     def limit(self, q: QTensor) -> Float[Array, "*batch m n"]:
         """The element's largest value times the scale."""

@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, UInt32
 from fp8rl_jax.precision.formats.grids import (
     E2M1_LARGEST,
     as_float4,
+    drawn_from_cells,
     draws,
     e2m1_codes,
     e2m1_numbers,
@@ -121,6 +122,12 @@ class NVFP4(Format):
             return None
         scales = expand_scales(q.scales, (self.block[0], 1), (q.shape[0], q.shape[1] // 16))
         return ScaledOperand(as_float4(q.values), scales, q.outer)
+
+    def dithered(self, q: QTensor, salt: UInt32[Array, ""]) -> Float[Array, "*batch m n"]:
+        """Codes' numbers drawn from their cells."""
+        numbers = e2m1_numbers(unpack(q.values))
+        drawn = drawn_from_cells(numbers, 1, 0, E2M1_LARGEST, salt)
+        return drawn * self._steps(q.scales, q.outer, q.shape)
 
     def limit(self, q: QTensor) -> Float[Array, "*batch m n"]:
         """6 times both scales."""
