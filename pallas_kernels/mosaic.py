@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.pallas.mosaic_gpu.core import UnswizzleRef
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import core as mosaic_core
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -28,7 +29,6 @@ barrier_wait = plgpu.barrier_wait
 broadcasted_iota = plgpu.broadcasted_iota
 commit_smem = plgpu.commit_smem
 copy_gmem_to_smem = plgpu.copy_gmem_to_smem
-copy_smem_to_gmem = plgpu.copy_smem_to_gmem
 ds = pl.ds
 layout_cast = plgpu.layout_cast
 load = plgpu.load
@@ -159,6 +159,31 @@ def whole_swizzles(columns: int, dtype: jnp.dtype) -> int:
     """Round `columns` up to what a tiled copy to global memory can end with: 128 bytes."""
     step = 128 // jnp.dtype(dtype).itemsize
     return -(-columns // step) * step
+
+
+def copy_smem_to_gmem(source: Any, to: Any) -> None:
+    """Start to copy from shared memory to a part of an array, which may reach beyond its sides.
+
+    What lies beyond is not written where the memory is `tiled` or `halves`. All other copies may
+    become copies of plain bytes (jax 0.11.2), of which nothing but what lies behind the array's
+    last byte is left out: a part that reaches beyond its row overwrites the next row.
+
+    Args:
+        to: where the part begins is a multiple of its size.
+
+    Raises:
+        ValueError: a copy of plain bytes may reach beyond a row. The interpreter writes none of it.
+    """
+    if not any(isinstance(step, UnswizzleRef) for step in source.transforms):
+        for part in to.transforms:
+            for side, taken in list(zip(part.shape, part.indices, strict=True))[1:]:
+                if isinstance(taken, pl.Slice) and side % taken.size:
+                    raise ValueError(
+                        f"{taken.size} numbers at a time of a side of {side} of "
+                        f"{to.ref.aval.str_short()}: from memory that is not swizzled, the last "
+                        "ones overwrite the next row; allocate whole parts"
+                    )
+    plgpu.copy_smem_to_gmem(source, to)
 
 
 def saturate(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

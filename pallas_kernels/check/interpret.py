@@ -3,7 +3,8 @@ pallas_kernels.check.interpret`.
 
 It prints a line before each case and a JSON line after it. A kernel that waits for what never comes
 hangs, so this is a process of its own, to be killed by whoever started it. What it cannot see:
-asynchronous wgmma, swizzles, registers, FP8 accumulators.
+asynchronous wgmma, swizzles, registers, FP8 accumulators, what a copy writes beyond a row (which
+`mosaic.copy_smem_to_gmem` refuses).
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def _sums(x):
     ]
     launched = mosaic.launch(
         body,
-        jax.ShapeDtypeStruct((segments, len(x)), jnp.float32),
+        jax.ShapeDtypeStruct((segments, len(x) + -len(x) % ROWS), jnp.float32),
         scratch=scratch,
         threads=WARPGROUPS,
         tiles=-(-tiles // WARPGROUPS),

@@ -190,9 +190,9 @@ def quantize(source: Source, plan: Plan, name: str) -> list[jax.Array]:
     """Run the kernel.
 
     Returns:
-        Values and scales of each grouping: [layers, m, n] and [layers, groups, m] of ROWS, [layers,
-        n, m] and [layers, groups, n] of TOKENS, [layers, m, n] and [layers, row blocks, column
-        blocks] of SQUARE.
+        Values and scales of each grouping: [layers, m, n] and [layers, groups, m in whole tiles] of
+        ROWS, [layers, n, m] and [layers, groups, n] of TOKENS, [layers, m, n] and [layers, row
+        blocks, column blocks] of SQUARE.
     """
     layers, m, n = source.matrices[0].shape
     (r, c), warpgroups, stages = plan.tile, plan.warpgroups, plan.stages
@@ -200,9 +200,7 @@ def quantize(source: Source, plan: Plan, name: str) -> list[jax.Array]:
     tiles = grid[0] * grid[1] * grid[2]
     arrays = [x for x in (*source.matrices, source.rows, source.columns) if x is not None]
     out = [
-        array
-        for grouping in plan.groupings
-        for array in _results(grouping, plan.dtype, (layers, m, n))
+        array for grouping in plan.groupings for array in _results(grouping, plan, (layers, m, n))
     ]
 
     def body(*refs):
@@ -266,15 +264,15 @@ def quantize(source: Source, plan: Plan, name: str) -> list[jax.Array]:
     )
 
 
-def _results(grouping, dtype, shape):
+def _results(grouping, plan, shape):
     layers, m, n = shape
     blocks = (-(-m // GROUP), -(-n // GROUP))
     values, scales = {
-        ROWS: ((layers, m, n), (layers, blocks[1], m)),
+        ROWS: ((layers, m, n), (layers, blocks[1], m + -m % plan.tile[0])),
         TOKENS: ((layers, n, m), (layers, blocks[0], n)),
         SQUARE: ((layers, m, n), (layers, *blocks)),
     }[grouping]
-    return jax.ShapeDtypeStruct(values, dtype), jax.ShapeDtypeStruct(scales, jnp.float32)
+    return jax.ShapeDtypeStruct(values, plan.dtype), jax.ShapeDtypeStruct(scales, jnp.float32)
 
 
 def _tiles(given, source, plan, place):

@@ -12,16 +12,21 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import nullcontext
 from datetime import date, timedelta
 
+import jax
+import jax.numpy as jnp
 import pytest
 from filelock import FileLock
+from jax import lax
 
+from pallas_kernels import mosaic
+from pallas_kernels.backend import tracing_for
 from pallas_kernels.check import verdicts
 from pallas_kernels.check.cases import OPERATIONS
 from pallas_kernels.check.sources import ROOT
 from pallas_kernels.check.verdicts import chosen, due, known, run
-from pallas_kernels.mosaic import SMEM_BYTES
 
 ALL = "FP8RL_ALL_KERNELS"
 
@@ -74,10 +79,36 @@ def test_machine_code(results, operation, case):
     for kernel in found["kernels"]:
         # PTX 9.3 came with ptxas 13.3
         assert kernel["target"] == "sm_90a" and float(kernel["isa"]) >= 9.3, kernel
-        assert kernel["spilled"] == 0 and kernel["smem"] <= SMEM_BYTES, kernel
+        assert kernel["spilled"] == 0 and kernel["smem"] <= mosaic.SMEM_BYTES, kernel
     assert not case.instruction or any(
         case.instruction in name for k in found["kernels"] for name in k["products"]
     ), found
+
+
+@pytest.mark.parametrize(
+    "shape, staging, refused",
+    [
+        ((3, 8, 200), mosaic.SMEM, "a side of 200"),
+        ((3, 8, 32), mosaic.SMEM, "a side of 32"),
+        ((3, 20, 256), mosaic.SMEM, "a side of 20"),
+        ((3, 8, 256), mosaic.SMEM, ""),
+        ((3, 20, 200), mosaic.tiled, ""),
+    ],
+)
+def test_a_copy_that_may_overwrite_the_next_row_is_refused(shape, staging, refused):
+    """The interpreter cuts off what a GPU does not: 64 numbers at a time of a row of 200 end in the
+    first 56 of the next one."""
+
+    def body(out, staged):
+        i = lax.axis_index("block")
+        to = out.at[i, mosaic.ds(i * 8, 8), mosaic.ds(i * 64, 64)]
+        mosaic.copy_smem_to_gmem(staged.at[...], to)
+
+    out, scratch = jax.ShapeDtypeStruct(shape, jnp.float32), [staging((8, 64), jnp.float32)]
+    with tracing_for(2):
+        kernel = mosaic.launch(body, out, scratch=scratch, threads=1, tiles=2, name="copy")
+        with pytest.raises(ValueError, match=refused) if refused else nullcontext():
+            jax.make_jaxpr(kernel)()
 
 
 BUGS = {
