@@ -127,7 +127,17 @@ def along_tokens(name: str, shape: tuple[int, int], dtype=E4M3, rule="float32") 
     )
 
 
-def swiglu(name: str, shape: tuple[int, ...], dtype=E4M3, rule="float32", x_dtype=BF16) -> Case:
+def swiglu(
+    name: str,
+    shape: tuple[int, ...],
+    dtype=E4M3,
+    rule="float32",
+    x_dtype=BF16,
+    scales_alone: bool = False,
+) -> Case:
+    """With `scales_alone` as near as float32: a rounding too many moves a value by no more than
+    STEP."""
+
     def make(key):
         return tuple(arguments(key, shape, x_dtype)[0] for key in jax.random.split(key))
 
@@ -140,15 +150,20 @@ def swiglu(name: str, shape: tuple[int, ...], dtype=E4M3, rule="float32", x_dtyp
         gate, up = gate.astype(np.float32), up.astype(np.float32)
         with np.errstate(over="ignore"):
             active = rounded(gate / (1 + np.exp(-gate.astype(np.float64))))
-        return expected(rounded(active * up), (1, 128), dtype, rule)
+        values, scales = expected(rounded(active * up), (1, 128), dtype, rule)
+        return scales if scales_alone else (values, scales)
+
+    def run(gate, up, backend):
+        q = quantize_swiglu(gate, up, 128, dtype, rule, backend=backend)
+        return q.scales if scales_alone else q
 
     return _case(
         name,
         make,
-        lambda gate, up, backend: quantize_swiglu(gate, up, 128, dtype, rule, backend=backend),
+        run,
         definition,
         math.prod(shape) * (2 * jnp.dtype(x_dtype).itemsize + 1.0),
-        STEP,
+        1e-6 if scales_alone else STEP,
     )
 
 
@@ -216,6 +231,7 @@ SMALL = (
     along_tokens("regrouped-gradient-format", (128, 384), E5M2, "power_of_two"),
     swiglu("swiglu", (200, 384)),
     swiglu("swiglu-ragged", (2, 3, 140), rule="power_of_two", x_dtype=F32),
+    swiglu("swiglu-scales", (8, 256), scales_alone=True),
     rms_norm("rms-norm", (200, 384)),
     rms_norm("rms-norm-ragged", (2, 5, 300), x_dtype=F32, offset=1.0),
 )

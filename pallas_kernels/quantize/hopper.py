@@ -67,8 +67,7 @@ def regroup(values, scales, dtype, rule):
 def quantize_swiglu(gate, up, dtype, rule):
     def make(gate, up, *_):
         rounded = partial(mosaic.rounded, dtype=kind)
-        sigmoid = rounded(1.0 / rounded(1.0 + rounded(jnp.exp(-gate))))
-        return rounded(rounded(gate * sigmoid) * up)
+        return rounded(rounded(gate * (1.0 / (1.0 + jnp.exp(-gate)))) * up)
 
     kind, rows = gate.dtype, (1, -1, gate.shape[-1])
     source = Source(tuple(_aligned(x.reshape(rows), (ROWS,)) for x in (gate, up)), make)
