@@ -122,6 +122,22 @@ def test_a_sample_says_whether_the_host_was_ahead(monkeypatch):
         assert clock.sample(prepared) == {"seconds": pytest.approx(1e-4), "ahead": ahead}
 
 
+@pytest.mark.parametrize("late", [1, 3, 8])
+def test_what_takes_no_time_in_one_sample_is_timed_more_often(monkeypatch, late):
+    """So many T(short) are later than T(long): of the first, of five or of fifteen."""
+    clock, delays = Clock(tiny=True), iter([1e-3] * late)
+    prepared = Prepared(lambda copies: copies, [(), ()], calls=2, short=1, long=5, about={})
+
+    def elapsed(_, programs):
+        return 12e-3 + programs * 2e-4 + (next(delays, 0.0) if programs == 1 else 0.0), 0.0
+
+    monkeypatch.setattr(clock, "_elapsed", elapsed)
+    assert clock.sample(prepared)["seconds"] == pytest.approx(1e-4)
+    monkeypatch.setattr(clock, "_elapsed", lambda *_: (12e-3, 0.0))
+    with pytest.raises(RuntimeError, match="nothing can be said"):
+        clock.sample(prepared)
+
+
 def test_kernels_of_a_trace_are_summed_by_name():
     found = by_name([("a", 1000.0), ("b", 9000.0), ("a", 3000.0)], calls=4)
     assert found == {"b": 2.25, "a": 1.0} and list(found) == ["b", "a"]

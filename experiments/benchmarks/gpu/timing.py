@@ -14,8 +14,9 @@ everything before the products end. How long it takes for that is measured once 
 and the products are repeated until they take half as long again; each sample says whether that was
 enough ("ahead"). Calls of a program are made to follow each other, so that XLA neither merges nor
 overlaps them, and a program of short calls makes many: what a call of microseconds adds would else
-be less than the jitter of the host's waking up. The products keep the card at the clocks that it
-has when it is busy, for whatever is timed alike.
+be less than the jitter of the host's waking up. Where T(long) is no more than T(short) for all
+that, both are timed anew, five times and then fifteen, and their medians taken. The products keep
+the card at the clocks that it has when it is busy, for whatever is timed alike.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jax
@@ -43,6 +45,7 @@ TARGET_SECONDS = 0.02  # of what T(long) adds to T(short)
 MOST_PROGRAMS, MOST_LEADS = 14, 16  # and one more of T(short): the host may be 32 programs ahead
 MOST_RESULT_BYTES = 12 * 2**30  # of results that are queued at once
 MOST_CALLS = 16
+REPEATS = (1, 5, 15)  # of T(short) and T(long) in a sample, until T(long) is more
 AHEAD_SIDE, AHEAD_PRODUCTS = 8192, 5  # about 7 ms
 AHEAD_MARGIN = 1.5
 TRACED_PROGRAMS = 3
@@ -163,10 +166,21 @@ class Clock:
         return replace(prepared, leads=leads_of(queued, self.ahead_seconds))
 
     def sample(self, prepared: Prepared) -> dict[str, float]:
-        """Time one round: seconds of a call, and 1.0 where the host was ahead all the while."""
-        short, _ = self._elapsed(prepared, prepared.short)
-        long, queued = self._elapsed(prepared, prepared.long)
+        """Time one round: seconds of a call, and 1.0 where the host was ahead all the while.
+
+        Raises:
+            RuntimeError: as `call_seconds`, however often it was timed.
+        """
+        for repeats in REPEATS:
+            pairs = [
+                [self._elapsed(prepared, programs) for programs in (prepared.short, prepared.long)]
+                for _ in range(repeats)
+            ]
+            short, long = (median(done for done, _ in side) for side in zip(*pairs, strict=True))
+            if long > short:
+                break
         seconds = call_seconds(short, long, prepared.long - prepared.short, prepared.calls)
+        queued = max(queued for _, (_, queued) in pairs)
         return {"seconds": seconds, "ahead": float(queued < prepared.leads * self.ahead_seconds)}
 
     def _elapsed(self, prepared: Prepared, programs: int) -> tuple[float, float]:
