@@ -42,7 +42,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fp8rl_jax.config.formats import COMPUTE, TensorFormat
+from fp8rl_jax.config.formats import COMPUTE, WHOLE, TensorFormat
 from fp8rl_jax.config.recipe import LinearPrecision
 from fp8rl_jax.precision.compute import Compute
 from fp8rl_jax.precision.formats import format_of
@@ -472,8 +472,9 @@ def _along_tokens(x: Array, precision: LinearPrecision, sizes: Sizes) -> tuple[A
     if sizes is None:
         x, aligned = _more_rows(x, _missing_rows(len(x), precision)), None
     else:
-        assert precision.output_gradient.block is not None
-        side = math.lcm(precision.output_gradient.block[1], _row_multiple(precision))
+        # of a scale for all tokens, groups may begin anywhere
+        side = (precision.output_gradient.block or (WHOLE, WHOLE))[1] or 1
+        side = math.lcm(side, _row_multiple(precision))
         (x,), aligned = align_groups((x,), sizes, side)
     if precision.gradient_transform == "hadamard":
         x = hadamard(x)

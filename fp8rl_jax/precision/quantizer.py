@@ -77,7 +77,7 @@ def regroup(q: QTensor, fmt: TensorFormat, backend: Backend = "auto") -> QTensor
     It is a second rounding.
     """
     rows, made = q.rows(), format_of(fmt, q.shape)
-    if isinstance(made, Blocks) and isinstance(q.format, Blocks):
+    if isinstance(made, Blocks) and isinstance(q.format, Blocks) and q.format.by_row:
         return regroup_blocks(rows, jnp.dtype(made.dtype), made.scale, backend=backend)
     return quantize_along_rows(rows.dequantize(), fmt, backend)
 

@@ -97,7 +97,7 @@ def grouped_outer_product(
         ValueError: shapes do not belong together.
     """
     chosen = choose("grouped_outer_product", backend, unserved(x, dy, ((HOPPER_BLOCK[0], 1),)))
-    if in_blocks(x, dy):
+    if in_blocks(x, dy) and dy.block[1] == 1:
         block, m = dy.block[0], len(dy.values)
         blocks = -(-m // block)
         expected: dict[str, tuple[int, ...]] = {

@@ -26,6 +26,7 @@ from fp8rl_jax.precision.formats.minifloat import Minifloat
 from fp8rl_jax.precision.formats.mx import MX, MXFP4
 from fp8rl_jax.precision.formats.nvfp4 import NVFP4
 from fp8rl_jax.precision.hadamard import hadamard
+from fp8rl_jax.precision.quantizer import along_rows
 from pallas_kernels.matmul.reference import scaled_matmul, scaled_operands
 
 sys.path.insert(0, str(Path(__file__).parent / "oracles"))
@@ -287,11 +288,16 @@ def parts_of(made, x) -> np.ndarray:
     return np.asarray(quantized(made, x).dequantize(), np.float64)
 
 
+def parts(fmt, x, along: bool = False) -> np.ndarray:
+    """What a tensor is rounded to, in groups of rows, or along them."""
+    return parts_of((along_rows if along else format_of)(fmt, x.shape), x)
+
+
 @pytest.mark.parametrize("sizes", [None, (20, 0, 9)])
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "a scale a row", "a scale a tensor"])
 def test_the_products_of_a_linear_and_its_gradients(recipe, sizes):
-    """Each operand is quantized once, along what is summed; a weight that is square is read both
-    ways; with the transform, gradients of weights are sums over transformed tokens."""
+    """Each operand is quantized along what is summed, X of element types twice for the weight's
+    gradient; a weight that is square, or has one scale, is read both ways; with the transform, gradients of weights are sums over transformed tokens."""
     of = parse_format
     precision = {
         "mxfp8": LinearPrecision(*[of("mxfp8")] * 4),
@@ -302,11 +308,9 @@ def test_the_products_of_a_linear_and_its_gradients(recipe, sizes):
             of("nvfp4_rows"),
             gradient_transform="hadamard",
         ),
+        "a scale a row": LinearPrecision(*[of("e4m3-1xall")] * 4),
+        "a scale a tensor": LinearPrecision(*[of("e4m3")] * 4),
     }[recipe]
-    weight_made, x_made, dy_made = (
-        format_of(fmt)
-        for fmt in (precision.weight, precision.activation, precision.output_gradient)
-    )
     rng, experts = np.random.default_rng(0), 3 if sizes else 1
     x, dy = (rng.normal(size=(32, n)).astype(np.float32) for n in (48, 40))
     w = rng.normal(size=(experts, 40, 48)).astype(np.float32)
@@ -327,21 +331,23 @@ def test_the_products_of_a_linear_and_its_gradients(recipe, sizes):
     y, dx, dw = products(x, w if sizes else w[0], dy)
     dw = dw if sizes else dw[None]
     begins = np.cumsum([0, *(sizes or (32,))])
-    side = max(16, dy_made.block[1])
+    side = {"mxfp8": 32, "nvfp4": 16}.get(recipe, 1)
     laid = np.cumsum([0, *(-(-size // side) * side for size in sizes or (32,))])
     left, right = np.zeros((64, 40), np.float32), np.zeros((64, 48), np.float32)
+    xq, dyq = parts(precision.activation, x), parts(precision.output_gradient, dy)
+    source = xq if "scale" in recipe else x
     for i in range(experts):
         own = slice(begins[i], begins[i + 1])
         left[laid[i] :][: own.stop - own.start] = dy[own]
-        right[laid[i] :][: own.stop - own.start] = x[own]
+        right[laid[i] :][: own.stop - own.start] = source[own]
     if recipe == "nvfp4":
         left, right = (np.asarray(hadamard(jnp.asarray(z))) for z in (left, right))
-    left, right = parts_of(dy_made.transposed, left), parts_of(x_made.transposed, right)
-    xq, dyq = parts_of(x_made, x), parts_of(dy_made, dy)
+    left = parts(precision.output_gradient, left, along=True)
+    right = parts(precision.activation, right, along=True)
+    once = recipe in ("nvfp4", "a scale a tensor")
     for i in range(experts):
         own, aligned = slice(begins[i], begins[i + 1]), slice(laid[i], laid[i + 1])
-        wq = parts_of(weight_made, w[i])
-        turned = wq if weight_made.square else parts_of(weight_made.transposed, w[i])
+        wq, turned = (parts(precision.weight, w[i], along) for along in (False, not once))
         for got, want in (
             (y[own], xq[own] @ wq.T),
             (dx[own], dyq[own] @ turned),
