@@ -1235,7 +1235,12 @@ LIST: list[Mutant] = [
     *of(
         "models/attention.py",
         "models/test_glm.py",
-        ("pairs-as-they-are", "if turned == dim:", "if True:", "transformers"),
+        (
+            "pairs-as-they-are",
+            "if turned == dim:\n            return x\n        ends = turned // 2, turned,",
+            "if True:\n            return x\n        ends = turned // 2, turned,",
+            "transformers",
+        ),
         ("yarn-at-one", "1.0 if scaling is None else scaling.amplitude", "1.0", "transformers"),
     ),
     *of(
@@ -1484,7 +1489,38 @@ LIST: list[Mutant] = [
     *of(
         "precision/linear.py",
         "precision/test_own_formats.py",
-        ("odd-tokens", "_more_rows(rows, more)", "rows", "products_are"),
+        ("odd-tokens", "_more_rows(dy, more)", "dy", "products_are"),
+    ),
+    *of(
+        "precision/formats/mx.py",
+        "precision/test_formats.py",
+        ("mx-scales-down", 'if self.scale == "up":', 'if self.scale == "down":', "rounded_up_is"),
+    ),
+    *of(
+        "precision/formats/nvfp4.py",
+        "precision/test_formats.py",
+        (
+            "nvfp4-tied-rows",
+            'axis=-1 if self.outer == "row" else (-2, -1)',
+            "axis=(-2, -1)",
+            "nvfp4_is_transformer_engines",
+        ),
+    ),
+    *of(
+        "precision/linear.py",
+        "precision/test_formats.py",
+        (
+            "weight-as-it-lies",
+            "weight.quantized if weight.turned is None else weight.turned",
+            "weight.quantized",
+            "products_of_a_linear",
+        ),
+        (
+            "gradients-to-nearest",
+            "return made.quantize_stochastic(x, stochastic_salt(x) + jnp.uint32(use))",
+            "return made.quantize(x, backend)",
+            "drawn_gradients",
+        ),
     ),
     *of(
         "parallel/rules.py",

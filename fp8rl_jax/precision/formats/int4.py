@@ -12,9 +12,10 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from fp8rl_jax.precision.formats.grids import drawn_from_cells, draws, pack, unpack
-from pallas_kernels import Format, QTensor
-from pallas_kernels.backend import Backend, block_name
+from fp8rl_jax.precision.formats.drawn import Drawn
+from fp8rl_jax.precision.formats.grids import drawn_from_cells, pack, unpack
+from pallas_kernels import QTensor
+from pallas_kernels.backend import block_name
 from pallas_kernels.quantize import block_amax, expand_scales
 from pallas_kernels.rounding import rounded
 
@@ -22,23 +23,14 @@ LARGEST = 7.0
 
 
 @dataclass(frozen=True)
-class Int4(Format):
+class Int4(Drawn):
     """Two codes to a byte in two's complement, a bfloat16 scale a group."""
 
     block: tuple[int, int] = (1, 32)
     packed: ClassVar[int] = 2
 
-    def quantize(self, x: Float[Array, "*batch m n"], backend: Backend = "auto") -> QTensor:
-        """Quantize, to nearest and ties to even; a NaN or an infinity makes its scale one."""
-        return self._quantize(x)
-
-    def quantize_stochastic(
-        self, x: Float[Array, "*batch m n"], salt: UInt32[Array, ""]
-    ) -> QTensor:
-        """Quantize, up or down at random."""
-        return self._quantize(x, draws(x.shape, salt))
-
-    def _quantize(self, x: Array, draw: Array | None = None) -> QTensor:
+    def quantize_with(self, x: Float[Array, "*batch m n"], draw: Array | None = None) -> QTensor:
+        """Quantize."""
         x, groups = x.astype(jnp.float32), block_amax(x, self.block)
         # the scale that is stored is the scale that is divided by
         scales = rounded(jnp.where(groups == 0, 1.0, groups * (1 / LARGEST)), jnp.bfloat16)

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from fp8rl_jax.precision.formats.grids import drawn_from_cells, draws, on_grid
-from pallas_kernels import Format, QTensor
-from pallas_kernels.backend import Backend, block_name
+from fp8rl_jax.precision.formats.drawn import Drawn
+from fp8rl_jax.precision.formats.grids import drawn_from_cells, on_grid
+from pallas_kernels import QTensor
+from pallas_kernels.backend import block_name
 from pallas_kernels.quantize import block_amax, expand_scales
 
 
 @dataclass(frozen=True)
-class Minifloat(Format):
+class Minifloat(Drawn):
     """Values in bfloat16, a float32 scale a block.
 
     Attributes:
@@ -35,17 +36,8 @@ class Minifloat(Format):
     def largest(self) -> float:
         return (2 - 2.0**-self.mantissa) * 2.0 ** (2 ** (self.exponent - 1))
 
-    def quantize(self, x: Float[Array, "*batch m n"], backend: Backend = "auto") -> QTensor:
-        """Quantize, to nearest and ties to even; a NaN or an infinity makes its scale one."""
-        return self._quantize(x)
-
-    def quantize_stochastic(
-        self, x: Float[Array, "*batch m n"], salt: UInt32[Array, ""]
-    ) -> QTensor:
-        """Quantize, up or down at random."""
-        return self._quantize(x, draws(x.shape, salt))
-
-    def _quantize(self, x: Array, draw: Array | None = None) -> QTensor:
+    def quantize_with(self, x: Float[Array, "*batch m n"], draw: Array | None = None) -> QTensor:
+        """Quantize."""
         x, groups = x.astype(jnp.float32), block_amax(x, self.block)
         scales = jnp.maximum(groups * (1 / self.largest), jnp.finfo(jnp.float32).tiny)
         scales = jnp.where(groups == 0, 1.0, scales)

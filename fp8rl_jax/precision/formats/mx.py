@@ -22,18 +22,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt32
 
+from fp8rl_jax.precision.formats.drawn import Drawn
 from fp8rl_jax.precision.formats.grids import (
     as_float4,
     drawn_from_cells,
-    draws,
     e2m1_codes,
     e2m1_numbers,
     on_grid,
     pack,
     unpack,
 )
-from pallas_kernels import Format, QTensor, ScaledOperand
-from pallas_kernels.backend import Backend, block_name
+from pallas_kernels import QTensor, ScaledOperand
+from pallas_kernels.backend import block_name
 from pallas_kernels.quantize import block_amax, expand_scales
 from pallas_kernels.quantize.reference import to_float8
 
@@ -61,7 +61,7 @@ E8M0_NAN, E8M0_ONE = 255, 127
 
 
 @dataclass(frozen=True)
-class MX(Format):
+class MX(Drawn):
     """Elements of 8 or 6 bits, a byte each, and their scales.
 
     Attributes:
@@ -73,17 +73,8 @@ class MX(Format):
     element: Literal["e4m3", "e5m2", "e2m3", "e3m2", "e2m1"] = "e4m3"
     scale: Literal["up", "floor"] = "up"
 
-    def quantize(self, x: Float[Array, "*batch m n"], backend: Backend = "auto") -> QTensor:
-        """Quantize, to nearest and ties to even; a NaN or an infinity makes its scale NaN."""
-        return self._quantize(x)
-
-    def quantize_stochastic(
-        self, x: Float[Array, "*batch m n"], salt: UInt32[Array, ""]
-    ) -> QTensor:
-        """Quantize, up or down at random; what saturates is not unbiased."""
-        return self._quantize(x, draws(x.shape, salt))
-
-    def _quantize(self, x: Array, draw: Array | None = None) -> QTensor:
+    def quantize_with(self, x: Float[Array, "*batch m n"], draw: Array | None = None) -> QTensor:
+        """Quantize."""
         element, x = ELEMENTS[self.element], x.astype(jnp.float32)
         scales = self._scales(block_amax(x, self.block))
         steps = expand_scales(scales.astype(jnp.float32), self.block, x.shape[-2:])

@@ -25,19 +25,19 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
+from fp8rl_jax.precision.formats.drawn import Drawn
 from fp8rl_jax.precision.formats.grids import (
     E2M1_LARGEST,
     as_float4,
     drawn_from_cells,
-    draws,
     e2m1_codes,
     e2m1_numbers,
     on_grid,
     pack,
     unpack,
 )
-from pallas_kernels import Format, QTensor, ScaledOperand
-from pallas_kernels.backend import Backend, block_name
+from pallas_kernels import QTensor, ScaledOperand
+from pallas_kernels.backend import block_name
 from pallas_kernels.quantize import amax, block_amax, expand_scales
 from pallas_kernels.quantize.reference import to_float8
 
@@ -45,7 +45,7 @@ E4M3_LARGEST, FOUR_OVER_SIX_LARGEST = 448.0, 256.0
 
 
 @dataclass(frozen=True)
-class NVFP4(Format):
+class NVFP4(Drawn):
     """Two to a byte, an e4m3 scale a group, a float32 scale for the tensor or for each row.
 
     Attributes:
@@ -66,17 +66,8 @@ class NVFP4(Format):
     def square(self) -> bool:
         return self.block[0] == self.block[1] and self.outer == "tensor"
 
-    def quantize(self, x: Float[Array, "*batch m n"], backend: Backend = "auto") -> QTensor:
-        """Quantize, to nearest and ties to even; a NaN or an infinity makes its scales NaN."""
-        return self._quantize(x)
-
-    def quantize_stochastic(
-        self, x: Float[Array, "*batch m n"], salt: UInt32[Array, ""]
-    ) -> QTensor:
-        """Quantize, up or down at random; scales are rounded to nearest all the same."""
-        return self._quantize(x, draws(x.shape, salt))
-
-    def _quantize(self, x: Array, draw: Array | None = None) -> QTensor:
+    def quantize_with(self, x: Float[Array, "*batch m n"], draw: Array | None = None) -> QTensor:
+        """Quantize."""
         x = x.astype(jnp.float32)
         largest = FOUR_OVER_SIX_LARGEST if self.four_over_six else E4M3_LARGEST
         whole = amax(x, axis=-1 if self.outer == "row" else (-2, -1))
