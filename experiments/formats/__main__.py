@@ -1,0 +1,191 @@
+"""All number formats side by side: `python -m experiments.formats`.
+
+Each part has a file of its own in the folder of the records, so that parts may run beside each
+other; what has been measured is on disk at once, and the same command goes on. docs/formats.md has
+the page that `python -m experiments.figures` makes of them.
+
+    mismatch    k3 of SmolLM2-135M served in a format (mismatch.py)
+    errors      relative errors of weights, activations, K, V and gradients (errors.py)
+    exact       both sides in the format, in exact mode: no difference at all (exact.py)
+    learning    loss after supervised training of the demo in the format (learning.py)
+
+A row that has been measured keeps a fingerprint of its quantizers; a record of other code is
+refused. More is measured by larger flags alone: further batches, steps and seeds are further
+entries, but other prompts, tokens or steps are another record (`--output`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.benchmarks.machine import facts
+from experiments.command import run_command
+from experiments.formats.rows import Row, bits, chosen, fingerprint
+from fp8rl_jax.ablation.record import write_json
+from fp8rl_jax.caching import keep_compiled_programs
+from fp8rl_jax.errors import UserError
+
+MODEL = "smollm2-135m"
+PARTS = ("mismatch", "errors", "exact", "learning")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Measure number formats, part by part and row by row."""
+
+    parts: tuple[str, ...] = PARTS
+    """Of mismatch, errors, exact and learning."""
+    rows: tuple[str, ...] = ()
+    """Formats by name; default: those that the part has (experiments/formats/rows.py)."""
+    module: tuple[str, ...] = ()
+    """Python files that register further formats, each a row more."""
+    output: str = "experiments/results/formats"
+    """Directory of PART.json; entries that are there are kept."""
+    flows: tuple[str, ...] = ()
+    """Of the mismatch: both, unified, weights, activations, given; default: the first three, and
+    the rest for rows that have been measured in torch, too."""
+    batches: int = 1
+    """Of the mismatch: sets of prompts, each batch with other problems and other draws."""
+    prompts: int = 4
+    """Of each of ten tasks of reasoning-gym."""
+    prompt_tokens: int = 24
+    """The last ones of a prompt."""
+    new_tokens: int = 16
+    """Of each completion."""
+    seeds: int = 5
+    """Of the learning."""
+    steps: int = 100
+    """Supervised updates."""
+    batch_size: int = 16
+    """Examples an update."""
+
+    def problems(self) -> list[str]:
+        """Every value that cannot work, one line each; empty where all is well."""
+        from experiments.formats.mismatch import FLOWS
+
+        faults = [
+            f"--parts: {name} unknown ({', '.join(PARTS)})"
+            for name in self.parts
+            if name not in PARTS
+        ]
+        faults += [
+            f"--flows: {name} unknown ({', '.join(FLOWS)})"
+            for name in self.flows
+            if name not in FLOWS
+        ]
+        least = (
+            "batches",
+            "prompts",
+            "prompt_tokens",
+            "new_tokens",
+            "seeds",
+            "steps",
+            "batch_size",
+        )
+        return faults + [
+            f"--{name.replace('_', '-')}: {getattr(self, name)} must be at least 1"
+            for name in least
+            if getattr(self, name) < 1
+        ]
+
+
+class Record:
+    """PART.json, which is whole on disk after each entry.
+
+    Args:
+        path: of the file; what it has is kept.
+        settings: of the measurement, the same for all entries.
+
+    Raises:
+        UserError: what is there was measured with other settings.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]):
+        self.path = path
+        self.kept = json.loads(path.read_text()) if path.exists() else {}
+        if (before := self.kept.get("settings", settings)) != settings:
+            raise UserError(
+                f"--output: {path.name} there was measured with {before}, and now {settings} are "
+                "asked for; take these, or another folder"
+            )
+        self.kept |= {"settings": settings}
+        self.entries: list[dict[str, Any]] = self.kept.setdefault("entries", [])
+        self.rows: dict[str, Any] = self.kept.setdefault("rows", {})
+
+    def describe(self, row: Row) -> None:
+        """Keep what a row is.
+
+        Raises:
+            UserError: it was another, or its quantizers gave other numbers.
+        """
+        found = {"activation": row.activation, "gradient": row.gradient}
+        found |= {"bits": bits(row.name), "fingerprint": fingerprint(row)}
+        if (before := self.rows.setdefault(row.name, found)) != found:
+            raise UserError(
+                f"--output: {self.path.name} has {row.name} of other code ({before}; now {found}); "
+                "measure it anew in another folder"
+            )
+
+    def has(self, **key: Any) -> bool:
+        """Whether an entry is there."""
+        return any(key.items() <= entry.items() for entry in self.entries)
+
+    def add(self, **entry: Any) -> None:
+        """Keep an entry, and write the file."""
+        self.kept["made"] = facts("experiments.formats")
+        self.entries.append(entry | {"commit": self.kept["made"]["commit"]})
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.path, self.kept)
+
+
+def mismatch(arguments: Arguments, rows: list[Row]) -> None:
+    """k3 of each row, batch by batch."""
+    from experiments.formats.mismatch import FLOWS, IN_TORCH, Batch, prompts
+    from fp8rl_jax.weights.load import load
+    from fp8rl_jax.weights.resolve import resolve_model
+
+    names = ("prompts", "prompt_tokens", "new_tokens")
+    settings = {"model": MODEL} | {name: getattr(arguments, name) for name in names}
+    record = Record(Path(arguments.output) / "mismatch.json", settings)
+    policy, tokenizer = load(resolve_model(MODEL))
+    for number in range(arguments.batches):
+        given = prompts(tokenizer, number, arguments.prompts, arguments.prompt_tokens)
+        batch = Batch(policy, given, number, arguments.new_tokens)
+        for row in rows:
+            record.describe(row)
+            flows = arguments.flows or (FLOWS if row.name in IN_TORCH else FLOWS[:3])
+            # of weights alone there are no activations
+            flows = [
+                flow
+                for flow in flows
+                if not record.has(row=row.name, flow=flow, batch=number)
+                and (row.quantizes_activations or flow in ("both", "unified"))
+            ]
+            for flow, found in batch.measure(row, flows):
+                print(f"{row.name}, {flow}, batch {number}", file=sys.stderr)
+                record.add(row=row.name, flow=flow, batch=number, **found)
+
+
+def run(arguments: Arguments) -> None:
+    """Part by part, row by row."""
+    keep_compiled_programs()
+    rows = chosen(arguments.rows, arguments.module)
+    for part in arguments.parts:
+        MEASURES[part](arguments, rows)
+
+
+MEASURES: dict[str, Callable[[Arguments, list[Row]], None]] = {"mismatch": mismatch}
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: 0, or 2 for a fault in what was given."""
+    return run_command("formats", Arguments, run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
