@@ -18,16 +18,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
-from experiments.formats.rows import Row, bits, chosen, fingerprint
+from experiments.formats.rows import ROWS, Row, bits, chosen, fingerprint
 from fp8rl_jax.ablation.record import write_json
 from fp8rl_jax.caching import keep_compiled_programs
+from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.errors import UserError
 
 MODEL = "smollm2-135m"
@@ -59,7 +63,7 @@ class Arguments:
     """Of each completion."""
     seeds: int = 5
     """Of the learning."""
-    steps: int = 100
+    steps: int = 60
     """Supervised updates."""
     batch_size: int = 16
     """Examples an update."""
@@ -123,7 +127,7 @@ class Record:
         Raises:
             UserError: it was another, or its quantizers gave other numbers.
         """
-        found = {"activation": row.activation, "gradient": row.gradient}
+        found: dict[str, Any] = {"activation": row.activation, "gradient": row.gradient}
         found |= {"bits": bits(row.name), "fingerprint": fingerprint(row)}
         if (before := self.rows.setdefault(row.name, found)) != found:
             raise UserError(
@@ -149,8 +153,7 @@ def mismatch(arguments: Arguments, rows: list[Row]) -> None:
     from fp8rl_jax.weights.load import load
     from fp8rl_jax.weights.resolve import resolve_model
 
-    names = ("prompts", "prompt_tokens", "new_tokens")
-    settings = {"model": MODEL} | {name: getattr(arguments, name) for name in names}
+    settings = {"model": MODEL} | of(arguments, "prompts", "prompt_tokens", "new_tokens")
     record = Record(Path(arguments.output) / "mismatch.json", settings)
     policy, tokenizer = load(resolve_model(MODEL))
     for number in range(arguments.batches):
@@ -171,6 +174,92 @@ def mismatch(arguments: Arguments, rows: list[Row]) -> None:
                 record.add(row=row.name, flow=flow, batch=number, **found)
 
 
+def errors(arguments: Arguments, rows: list[Row]) -> None:
+    """Relative errors of each row, on both models."""
+    from experiments.formats.errors import errors, tensors_of
+    from experiments.formats.learning import problems_of, run_config, trained
+    from experiments.formats.mismatch import prompts
+    from fp8rl_jax.weights.load import load
+    from fp8rl_jax.weights.resolve import resolve_model
+
+    settings = {"model": MODEL} | of(arguments, "prompt_tokens", "steps", "batch_size")
+    record = Record(Path(arguments.output) / "errors.json", settings)
+
+    def of_model():
+        policy, tokenizer = load(resolve_model(MODEL))
+        given = prompts(tokenizer, 0, 1, arguments.prompt_tokens)
+        real = np.arange(given.tokens.shape[1]) < np.asarray(given.lengths)[:, None]
+        return tensors_of(policy, np.where(real, given.tokens, -1), real)
+
+    def of_demo():
+        config = run_config(arguments.steps, arguments.batch_size)
+        session, _ = trained(config, Recipe("formats"))
+        encoder, held_out = session.encoder, problems_of(config)[1][:64]
+        pairs = [(encoder.tokens(x), encoder.target(x)) for x in held_out]
+        width = max(len(prompt) + len(target) for prompt, target in pairs)
+        tokens = np.full((len(pairs), width), -1, np.int32)
+        for row, (prompt, target) in zip(tokens, pairs, strict=True):
+            row[: len(prompt) + len(target)] = [*prompt, *target]
+        answered = np.arange(width) >= np.asarray([[len(prompt)] for prompt, _ in pairs])
+        return tensors_of(session.weights, tokens, (tokens >= 0) & answered)
+
+    for name, collect in {MODEL: of_model, "demo": of_demo}.items():
+        if all(record.has(row=row.name, model=name) for row in rows):
+            continue
+        tensors = collect()
+        for row in rows:
+            record.describe(row)
+            if not record.has(row=row.name, model=name):
+                print(f"{row.name}, errors, {name}", file=sys.stderr)
+                record.add(row=row.name, model=name, **errors(row, tensors))
+
+
+def exact(arguments: Arguments, rows: list[Row]) -> None:
+    """Exact mode in each row."""
+    from experiments.formats.exact import EXACT, NEW, differences
+    from experiments.formats.mismatch import prompts
+    from fp8rl_jax.weights.load import load
+    from fp8rl_jax.weights.resolve import resolve_model
+
+    settings = {"model": MODEL} | of(arguments, "prompt_tokens")
+    record = Record(Path(arguments.output) / "exact.json", settings)
+    policy, tokenizer = load(resolve_model(MODEL))
+    given = prompts(tokenizer, 0, 1, arguments.prompt_tokens)
+    for row in named(arguments, rows, EXACT):
+        record.describe(row)
+        if not record.has(row=row.name):
+            print(f"{row.name}, exact", file=sys.stderr)
+            record.add(row=row.name, **differences(policy, row, given, NEW))
+
+
+def learning(arguments: Arguments, rows: list[Row]) -> None:
+    """Losses of each row, seed by seed."""
+    from experiments.formats.learning import BASELINE, LEARNED, losses, run_config
+
+    settings = of(arguments, "steps", "batch_size")
+    record = Record(Path(arguments.output) / "learning.json", settings)
+    config = run_config(arguments.steps, arguments.batch_size)
+    for row in (Row(BASELINE), *named(arguments, rows, LEARNED)):
+        if row.name != BASELINE:
+            record.describe(row)
+        for seed in range(arguments.seeds):
+            if not record.has(row=row.name, seed=seed):
+                print(f"{row.name}, learning, seed {seed}", file=sys.stderr)
+                record.add(row=row.name, seed=seed, **losses(config, row, seed))
+        jax.clear_caches()
+
+
+def of(arguments: Arguments, *names: str) -> dict[str, Any]:
+    """Some of the arguments."""
+    return {name: getattr(arguments, name) for name in names}
+
+
+def named(arguments: Arguments, rows: list[Row], usual: Sequence[str]) -> list[Row]:
+    """The rows that were asked for, by name or by module; the usual ones where none was named."""
+    known = {row.name for row in ROWS}
+    return [row for row in rows if arguments.rows or row.name in usual or row.name not in known]
+
+
 def run(arguments: Arguments) -> None:
     """Part by part, row by row."""
     keep_compiled_programs()
@@ -179,7 +268,12 @@ def run(arguments: Arguments) -> None:
         MEASURES[part](arguments, rows)
 
 
-MEASURES: dict[str, Callable[[Arguments, list[Row]], None]] = {"mismatch": mismatch}
+MEASURES: dict[str, Callable[[Arguments, list[Row]], None]] = {
+    "mismatch": mismatch,
+    "errors": errors,
+    "exact": exact,
+    "learning": learning,
+}
 
 
 def main(argv: list[str]) -> int:
