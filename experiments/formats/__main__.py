@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from experiments.benchmarks.machine import facts
@@ -246,7 +245,6 @@ def learning(arguments: Arguments, rows: list[Row]) -> None:
             if not record.has(row=row.name, seed=seed):
                 print(f"{row.name}, learning, seed {seed}", file=sys.stderr)
                 record.add(row=row.name, seed=seed, **losses(config, row, seed))
-        jax.clear_caches()
 
 
 def of(arguments: Arguments, *names: str) -> dict[str, Any]:

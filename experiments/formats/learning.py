@@ -30,8 +30,8 @@ DEMO = Path(__file__).parents[1] / "runs" / "demo.toml"
 BASELINE = "compute"
 """The row that quantizes nothing."""
 LEARNED = (
-    *(BFLOAT16, "e4m3-128x128", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "nvfp4-16x16", "int4-1x128"),
-    *("e4m3-128x128-power_of_two", "int4-1x32"),
+    *("e4m3-128x128", "mxfp4", "nvfp4", "int4-1x128", "mxfp8", "mxfp6", "nvfp4-16x16"),
+    *(BFLOAT16, "int4-1x32", "e4m3-128x128-power_of_two"),
 )
 """Rows that are trained unless others are named."""
 HELD_OUT = 256
