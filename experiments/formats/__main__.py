@@ -253,9 +253,13 @@ def of(arguments: Arguments, *names: str) -> dict[str, Any]:
 
 
 def named(arguments: Arguments, rows: list[Row], usual: Sequence[str]) -> list[Row]:
-    """The rows that were asked for, by name or by module; the usual ones where none was named."""
+    """The rows that were asked for, by name or by module; where none was named the usual ones, in
+    their order."""
     known = {row.name for row in ROWS}
-    return [row for row in rows if arguments.rows or row.name in usual or row.name not in known]
+    if arguments.rows:
+        return rows
+    kept = {row.name: row for row in rows if row.name in usual or row.name not in known}
+    return [kept[name] for name in dict.fromkeys((*usual, *kept))]
 
 
 def run(arguments: Arguments) -> None:
