@@ -1,10 +1,10 @@
-"""Every measured figure of README.md and docs/results.md, made from the committed records: `python
--m experiments.figures`.
+"""Every measured figure of README.md, docs/results.md and docs/formats.md, made from the committed
+records: `python -m experiments.figures`.
 
-docs/results.md has every record in full and is written whole. README.md has one table between `<!--
-figures -->` and `<!-- end of figures -->`, a row for each question. A test makes both again and
-compares, and finds no measured figure in the rest of README.md. So a figure cannot drift from its
-record.
+docs/results.md has every record in full and is written whole; but for number formats, whose tables
+and picture are docs/formats.md's. README.md has one table between `<!-- figures -->` and `<!-- end
+of figures -->`, a row for each question. A test makes all of them again and compares, and finds no
+measured figure in the rest of README.md. So a figure cannot drift from its record.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 from experiments.depth import mean as depth_mean
 from experiments.depth import table as depth_table
 from experiments.fake_quantization import summary
+from experiments.formats.page import Records, draw, tables
 from fp8rl_jax.statistics import Interval, compare_arms, t_interval
 
 ROOT = Path(__file__).parents[1]
@@ -1228,11 +1229,22 @@ def filled(page: str, text: str) -> str:
     return before + START + text + END + rest.split(END, 1)[1]
 
 
+def formats() -> str:
+    """The tables of docs/formats.md."""
+    parts = [
+        f"## {each.heading}\n\n{prose(each.about)}\n\n{table(each.heads, each.rows)}\n"
+        for each in tables(Records(RESULTS / "formats"))
+    ]
+    return "\n" + "\n".join(parts)
+
+
 def main() -> int:
-    """Write both."""
-    page = ROOT / "README.md"
-    page.write_text(filled(page.read_text(), readme()))
-    (ROOT / "docs" / "results.md").write_text(results())
+    """Write all."""
+    docs = ROOT / "docs"
+    for page, text in ((ROOT / "README.md", readme()), (docs / "formats.md", formats())):
+        page.write_text(filled(page.read_text(), text))
+    (docs / "results.md").write_text(results())
+    draw(Records(), docs / "formats.svg")
     return 0
 
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
-from experiments.formats.rows import ROWS, Row, bits, chosen, fingerprint
+from experiments.formats.rows import BASELINE, ROWS, Row, bits, chosen, fingerprint
 from fp8rl_jax.ablation.record import write_json
 from fp8rl_jax.caching import keep_compiled_programs
 from fp8rl_jax.config.recipe import Recipe
@@ -62,9 +62,9 @@ class Arguments:
     """Of each completion."""
     seeds: int = 5
     """Of the learning."""
-    steps: int = 60
+    steps: int = 150
     """Supervised updates."""
-    batch_size: int = 16
+    batch_size: int = 32
     """Examples an update."""
 
     def problems(self) -> list[str]:
@@ -233,7 +233,7 @@ def exact(arguments: Arguments, rows: list[Row]) -> None:
 
 def learning(arguments: Arguments, rows: list[Row]) -> None:
     """Losses of each row, seed by seed."""
-    from experiments.formats.learning import BASELINE, LEARNED, losses, run_config
+    from experiments.formats.learning import LEARNED, losses, run_config
 
     settings = of(arguments, "steps", "batch_size")
     record = Record(Path(arguments.output) / "learning.json", settings)

@@ -27,8 +27,6 @@ from fp8rl_jax.training.sft import demonstrations
 from fp8rl_jax.training.source import load_model
 
 DEMO = Path(__file__).parents[1] / "runs" / "demo.toml"
-BASELINE = "compute"
-"""The row that quantizes nothing."""
 LEARNED = (
     *("e4m3-128x128", "mxfp4", "nvfp4", "int4-1x128", "mxfp8", "mxfp6", "nvfp4-16x16"),
     *(BFLOAT16, "int4-1x32", "e4m3-128x128-power_of_two"),

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.depth import SETS, short
-from experiments.formats.rows import BACKEND, BFLOAT16, ROWS, Row
+from experiments.formats.rows import BACKEND, BASELINE, BFLOAT16, ROWS, Row
 from fp8rl_jax.compare.probe import at_once
 from fp8rl_jax.compare.tokens import Tokens
 from fp8rl_jax.config.recipe import Recipe
@@ -75,7 +75,7 @@ class Batch:
     def __init__(self, policy: Policy, given: Prompts, seed: int, new: int):
         self.policy, self.given, self.key = policy, given, jax.random.key(seed)
         self.sampling = Sampling(max_new_tokens=new)
-        self.trainer = served(policy, Row("compute"))
+        self.trainer = served(policy, Row(BASELINE))
 
     def measure(self, row: Row, flows: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Measure a row, flow by flow."""
@@ -117,7 +117,7 @@ def served(policy: Policy, row: Row, part: str = "both") -> Policy:
         if part == "both":
             return _serve(policy, Recipe("formats"), row.dtype, False, BACKEND)[0]
         policy = jax.tree.map(lambda x: x.astype(row.dtype).astype(jnp.float32), policy)
-        return served(policy, Row("compute"))
+        return served(policy, Row(BASELINE))
     recipe = row.weights_only if part == "weights" else row.rollout_only
     made = _dequantized(_serve(policy, recipe, row.dtype, False, BACKEND)[0])
     if part != "activations":

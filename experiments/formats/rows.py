@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from fp8rl_jax.precision.formats.mx import MX
 BACKEND = "reference"
 BFLOAT16 = "bfloat16"
 """The row that is no format: everything is computed in bfloat16."""
+BASELINE = "compute"
+"""What the rows are trained against: nothing quantized."""
 
 
 @dataclass(frozen=True)
@@ -119,19 +122,25 @@ ROWS = (
 
 
 def registered_by(path: str) -> list[Row]:
-    """Run a Python file, and make a row of each format that it registers.
+    """Import a Python file, and make a row of each format that it registers.
 
     Raises:
-        UserError: it cannot be read, or registers none.
+        UserError: it is none, or registers none.
     """
-    before = set(WITH_OWN_QUANTIZER)
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None or not Path(path).is_file():
+    file, before = Path(path), set(WITH_OWN_QUANTIZER)
+    if file.suffix != ".py" or not file.is_file():
         raise UserError(f"--module: {path} is no Python file")
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    if not (new := [name for name in WITH_OWN_QUANTIZER if name not in before]):
+    sys.path.insert(0, str(file.parent))
+    module = importlib.import_module(file.stem).__name__
+    names = [
+        name
+        for name in WITH_OWN_QUANTIZER
+        # one that was imported before has registered them already
+        if name not in before or type(format_of(parse_format(name))).__module__ == module
+    ]
+    if not names:
         raise UserError(f"--module: {path} registers no format (precision.formats.register)")
-    return _alike(*new)
+    return _alike(*names)
 
 
 def chosen(names: Sequence[str], modules: Sequence[str]) -> list[Row]:

@@ -28,6 +28,8 @@ def test_the_documents_state_what_the_records_hold():
     assert (figures.ROOT / "docs" / "results.md").read_text() == figures.results(), (
         "run: python -m experiments.figures"
     )
+    page = (figures.ROOT / "docs" / "formats.md").read_text()
+    assert page == figures.filled(page, figures.formats()), "run: python -m experiments.figures"
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
