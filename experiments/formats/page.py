@@ -336,21 +336,31 @@ def tables(records: Records) -> list[Table]:
 FLOOR = 1e-4
 """Where the picture draws the unified flow, whose k3 is 0.0 under exact mode."""
 LABELLED = {
-    "bfloat16": ("bfloat16", (-6, 7, "right")),
-    BASE: ("e4m3 128x128", (7, 3, "left")),
-    "e4m3-128x128-power_of_two": ("e4m3 128x128, UE8M0", (-8, 6, "right")),
-    "e4m3-1x32": ("e4m3 1x32", (7, -3, "left")),
-    "e5m2-128x128": ("e5m2 128x128", (7, 2, "left")),
-    "e3m4-128x128": ("e3m4 128x128", (7, -3, "left")),
-    "mxfp8": ("MXFP8", (7, 9, "left")),
-    "mxfp6": ("MXFP6", (7, -2, "left")),
-    "mxfp4": ("MXFP4", (-7, 4, "right")),
-    "nvfp4": ("NVFP4", (7, -3, "left")),
-    "nvfp4-16x16": ("NVFP4 16x16", (-7, -3, "right")),
-    "int4-1x32": ("INT4 1x32, weights alone", (7, 2, "left")),
-    "int4-1x128": ("INT4 1x128, weights alone", (7, 6, "left")),
+    "bfloat16": ("bfloat16", (-7, 4, "right")),
+    BASE: ("e4m3 128x128", (-8, -4, "right")),
+    "e4m3-128x128-power_of_two": ("UE8M0 128x128", (-8, 2, "right")),
+    "e4m3-1x32": ("e4m3 1x32", (7, -4, "left")),
+    "e5m2-128x128": ("e5m2 128x128", (7, 1, "left")),
+    "e3m4-128x128": ("e3m4 128x128", (7, -4, "left")),
+    "mxfp8": ("MXFP8", (8, -2, "left")),
+    "mxfp6": ("MXFP6", (-8, -4, "right")),
+    "mxfp4": ("MXFP4", (0, 10, "center")),
+    "nvfp4": ("NVFP4", (8, -9, "left")),
+    "nvfp4-16x16": ("NVFP4 16x16", (-7, -9, "right")),
+    "int4-1x32": ("INT4 1x32, weights alone", (8, 2, "left")),
+    "int4-1x128": ("INT4 1x128", (-6, 7, "right")),
+    "e4m2": ("e4m2", (5, -2, "left")),
+    "e3m2": ("e3m2", (5, -2, "left")),
+    "e2m2": ("e2m2", (5, -2, "left")),
+    "e2m3": ("e2m3", (-4, -2, "right")),
+    "e2m1": ("e2m1", (6, 0, "left")),
+    "mxfp6_e3m2": ("MXFP6 e3m2", (5, -2, "left")),
+    "mxfp8_e5m2": ("MXFP8 e5m2", (5, 2, "left")),
+    "mxfp8_floor": ("MXFP8, rounded down", (5, 3, "left")),
 }
-"""Names in the picture, and where they stand beside their points."""
+"""Rows with a name in the picture, and where it stands beside its point."""
+LADDER = ("e4m2", "e3m2", "e2m3", "e2m2", "e2m1")
+"""Rows that no device has, drawn smaller."""
 
 
 def draw(records: Records, path: Path) -> None:
@@ -361,34 +371,35 @@ def draw(records: Records, path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "formats"
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(8.6, 5.0))
+    figure, axis = plt.subplots(figsize=(9.6, 5.6))
     colour, other, grey = "#b3362b", "#2b6cb3", "#8a8a8a"
     for name in records.names():
         if not (found := records.k3(name, "both")):
             continue
         bits = records.bits(name)["nominal"]
         middle, low, high = median(found)
-        named = name in LABELLED
+        small = name in LADDER or name not in LABELLED
         axis.errorbar(
             bits,
             middle,
             [[middle - low], [high - middle]],
             fmt="o",
-            markersize=6 if named else 3.5,
-            color=colour if named else grey,
+            markersize=3.5 if small else 6,
+            color=grey if small else colour,
             elinewidth=1,
-            zorder=3 if named else 2,
+            zorder=2 if small else 3,
         )
-        text, (right, up, side) = LABELLED.get(name, (name, (5, -2, "left")))
-        axis.annotate(
-            text,
-            (bits, middle),
-            (right, up),
-            textcoords="offset points",
-            ha=side,
-            fontsize=8.5 if named else 6.5,
-            color="black" if named else grey,
-        )
+        if name in LABELLED:
+            text, (right, up, side) = LABELLED[name]
+            axis.annotate(
+                text,
+                (bits, middle),
+                (right, up),
+                textcoords="offset points",
+                ha=side,
+                fontsize=7 if small else 8.5,
+                color=grey if small else "black",
+            )
         if [entry["largest"] for entry in records.entries("exact", row=name)] == [0.0]:
             axis.plot(bits, FLOOR, "v", markersize=6, color=other, zorder=3, clip_on=False)
         if unified := records.k3(name, "unified"):
@@ -398,16 +409,14 @@ def draw(records: Records, path: Path) -> None:
     axis.plot(
         [], [], "o", color=colour, label="rollout-only: served in the format, float32 trainer"
     )
-    axis.plot(
-        [], [], "s", color=other, mfc="white", label="unified: both sides in the format, not exact"
-    )
-    axis.plot([], [], "v", color=other, label="unified, exact mode: 0.0, drawn at the floor")
+    axis.plot([], [], "s", color=other, mfc="white", label="unified: both sides in it, not exact")
+    axis.plot([], [], "v", color=other, label="unified in exact mode: 0.0, drawn at the floor")
     axis.set(
         yscale="log",
         xlabel="bits of a weight, its scales included",
         ylabel="mismatch k3, median over sets of prompts (95 %)",
         ylim=(FLOOR, 5),
-        xlim=(3.6, 16.8),
+        xlim=(3.3, 17.2),
         title="SmolLM2-135M: what a bit is worth, and what one flow is worth",
     )
     axis.set_xscale("log", base=2)
