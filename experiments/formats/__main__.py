@@ -17,6 +17,7 @@ entries, but other prompts, tokens or steps are another record (`--output`).
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.errors import UserError
 
 MODEL = "smollm2-135m"
+FINGERPRINT = 5e-3
+"""How far fingerprints may be apart, relative."""
 PARTS = ("mismatch", "errors", "exact", "learning")
 
 
@@ -97,6 +100,15 @@ class Arguments:
         ]
 
 
+def same(before: dict[str, Any], found: dict[str, Any]) -> bool:
+    """Whether two descriptions of a row are of one code; another machine's last bits may differ."""
+    one, other = (of["fingerprint"] for of in (before, found))
+    alike = one.keys() == other.keys() and all(
+        math.isclose(one[role], other[role], rel_tol=FINGERPRINT) for role in one
+    )
+    return alike and before | {"fingerprint": other} == found
+
+
 class Record:
     """PART.json, which is whole on disk after each entry.
 
@@ -128,7 +140,8 @@ class Record:
         """
         found: dict[str, Any] = {"activation": row.activation, "gradient": row.gradient}
         found |= {"bits": bits(row.name), "fingerprint": fingerprint(row)}
-        if (before := self.rows.setdefault(row.name, found)) != found:
+        before = self.rows.setdefault(row.name, found)
+        if not same(before, found):
             raise UserError(
                 f"--output: {self.path.name} has {row.name} of other code ({before}; now {found}); "
                 "measure it anew in another folder"
@@ -148,7 +161,7 @@ class Record:
 
 def mismatch(arguments: Arguments, rows: list[Row]) -> None:
     """k3 of each row, batch by batch."""
-    from experiments.formats.mismatch import FLOWS, IN_TORCH, Batch, prompts
+    from experiments.formats.mismatch import FLOWS, IN_TORCH, Batch, flows_of, prompts
     from fp8rl_jax.weights.load import load
     from fp8rl_jax.weights.resolve import resolve_model
 
@@ -161,12 +174,10 @@ def mismatch(arguments: Arguments, rows: list[Row]) -> None:
         for row in rows:
             record.describe(row)
             flows = arguments.flows or (FLOWS if row.name in IN_TORCH else FLOWS[:3])
-            # of weights alone there are no activations
             flows = [
                 flow
                 for flow in flows
-                if not record.has(row=row.name, flow=flow, batch=number)
-                and (row.quantizes_activations or flow in ("both", "unified"))
+                if flow in flows_of(row) and not record.has(row=row.name, flow=flow, batch=number)
             ]
             for flow, found in batch.measure(row, flows):
                 print(f"{row.name}, {flow}, batch {number}", file=sys.stderr)

@@ -40,6 +40,16 @@ FLOWS = ("both", "unified", "weights", "activations", "given")
 BASE = "e4m3-128x128"
 IN_TORCH = (BASE, "e4m3-128x128-power_of_two", "e4m3", "e4m3-1xall", "e4m3-1x32")
 """Rows that fake quantization in torch has, too."""
+
+
+def flows_of(row: Row) -> tuple[str, ...]:
+    """Those that a row has: a format of weights alone has no parts, and a compute dtype rounds more
+    than activations."""
+    if row.name == BFLOAT16:
+        return tuple(flow for flow in FLOWS if flow != "activations")
+    return FLOWS if row.quantizes_activations else ("both", "unified")
+
+
 _serve = jax.jit(rollout_policy, static_argnums=(1, 2, 3, 4))
 _dequantized = jax.jit(predequantized)
 _at_once = jax.jit(at_once)

@@ -13,7 +13,7 @@ import pytest
 from rollout.tiny import CONFIG, WIDTH, make_policy, make_prompts
 
 from experiments.formats import mismatch, page, rows
-from experiments.formats.__main__ import Arguments, Record, main, run
+from experiments.formats.__main__ import Arguments, Record, main, run, same
 from experiments.formats.errors import errors, relative, tensors_of
 from experiments.formats.exact import differences
 from experiments.formats.rows import ROWS, Row, bits, fingerprint
@@ -100,8 +100,9 @@ def test_the_committed_record_is_of_this_code(name):
     for path in page.RECORDS.glob("*.json"):
         known = json.loads(path.read_text())["rows"]
         if name in known:
-            assert known[name]["fingerprint"] == fingerprint(BY_NAME[name])
-            assert known[name]["bits"] == bits(name)
+            now = {"activation": BY_NAME[name].activation, "gradient": BY_NAME[name].gradient}
+            now |= {"bits": bits(name), "fingerprint": fingerprint(BY_NAME[name])}
+            assert same(known[name], now), "measure it anew: python -m experiments.formats"
 
 
 @pytest.fixture
