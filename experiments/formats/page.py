@@ -59,9 +59,18 @@ class Records:
         return self.rows[name]["bits"]
 
     def k3(self, name: str, flow: str, batch: int | None = None) -> list[float]:
-        """k3 of each set of prompts, of all batches or of one."""
-        key = {"row": name, "flow": flow} | ({} if batch is None else {"batch": batch})
-        return [x for entry in self.entries("mismatch", **key) for x in entry["k3"]]
+        """k3 of each set of prompts, of one batch or of those that all rows have."""
+        batches = self.common if batch is None else {batch}
+        entries = self.entries("mismatch", row=name, flow=flow)
+        return [x for entry in entries if entry["batch"] in batches for x in entry["k3"]]
+
+    @property
+    def common(self) -> set[int]:
+        """Batches that have been measured of all rows, so that rows are compared on the same."""
+        whole: dict[str, set[int]] = {}
+        for entry in self.entries("mismatch", flow="both"):
+            whole.setdefault(entry["row"], set()).add(entry["batch"])
+        return set.intersection(*whole.values()) if whole else set()
 
 
 def median(values: Sequence[float]) -> tuple[float, float, float]:
@@ -120,7 +129,7 @@ def _formats(records: Records, name: str) -> list[str]:
 def overview(records: Records, model: str) -> Table:
     """Every format in a line."""
     settings, rows = records.settings("mismatch"), []
-    sets = len(records.entries("mismatch")[0]["k3"])
+    sets = len(records.entries("mismatch")[0]["k3"]) * len(records.common)
     for name in records.names():
         if not records.entries("mismatch", row=name):
             continue
@@ -340,7 +349,7 @@ LABELLED = {
     BASE: ("e4m3 128x128", (-8, -4, "right")),
     "e4m3-128x128-power_of_two": ("UE8M0 128x128", (-8, 2, "right")),
     "e4m3-1x32": ("e4m3 1x32", (7, -4, "left")),
-    "e5m2-128x128": ("e5m2 128x128", (7, 1, "left")),
+    "e5m2-128x128": ("e5m2 128x128", (-8, 3, "right")),
     "e3m4-128x128": ("e3m4 128x128", (7, -4, "left")),
     "mxfp8": ("MXFP8", (8, -2, "left")),
     "mxfp6": ("MXFP6", (-8, -4, "right")),
@@ -352,11 +361,11 @@ LABELLED = {
     "e4m2": ("e4m2", (5, -2, "left")),
     "e3m2": ("e3m2", (5, -2, "left")),
     "e2m2": ("e2m2", (5, -2, "left")),
-    "e2m3": ("e2m3", (-4, -2, "right")),
+    "e2m3": ("e2m3", (6, -8, "left")),
     "e2m1": ("e2m1", (6, 0, "left")),
     "mxfp6_e3m2": ("MXFP6 e3m2", (5, -2, "left")),
     "mxfp8_e5m2": ("MXFP8 e5m2", (5, 2, "left")),
-    "mxfp8_floor": ("MXFP8, rounded down", (5, 3, "left")),
+    "mxfp8_floor": ("MXFP8, rounded down", (8, 0, "left")),
 }
 """Rows with a name in the picture, and where it stands beside its point."""
 LADDER = ("e4m2", "e3m2", "e2m3", "e2m2", "e2m1")
