@@ -240,7 +240,7 @@ def test_files_that_cannot_be_used_are_refused_before_the_weights_are_read(model
     rows = tmp_path / "rows" / "run.toml"
     rows.write_text('[recipes.mine]\nbase = "fp8-rl"\nrollout.weight = "e4m3"')
     flags = ("--recipes", str(rows), "--recipe", "mine")
-    assert "recipe 'mine': rollout.weight.block must" in refusal(
+    assert "recipe 'mine': rollout.activation.block must" in refusal(
         "logprobs", model, [{"tokens": [1]}], tmp_path, capsys, *flags
     )
     (tmp_path / "out.jsonl").mkdir()

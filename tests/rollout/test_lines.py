@@ -62,12 +62,14 @@ def expected(text: bytes) -> list[int] | None:
         return None
     if not isinstance(record, dict):
         return None
-    if "tokens" in record:
-        tokens = record["tokens"]
+    # null is absent
+    if (tokens := record.get("tokens")) is not None:
         right = isinstance(tokens, list) and all(type(t) is int and 0 <= t < VOCAB for t in tokens)
     else:
         prompt = record.get("prompt")
-        right = "messages" not in record and isinstance(prompt, str) and "\ud800" not in prompt
+        right = (
+            record.get("messages") is None and isinstance(prompt, str) and "\ud800" not in prompt
+        )
         tokens = [257, *prompt.encode()] if right else []
     return tokens if right and 0 < len(tokens) <= LIMIT else None
 
