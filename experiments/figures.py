@@ -676,7 +676,8 @@ def on_a_gpu() -> str:
     )
     about = prose(f"""
         One {parts["checks"]["device"]}, JAX on CUDA 13: {len(checks) - 1} small checks against float64, each three times,
-        {len(checks) - 1 - len(wrong)} right with equal bits each time; wrong: {" and ".join(wrong) or "none"}. Of several shapes the
+        {len(checks) - 1 - len(wrong)} right with equal bits each time; wrong: {" and ".join(wrong) or "none"} (copies beyond a row, mended since and
+        not run on a card again). Of several shapes the
         least counts. Device time, medians of {len(parts["copy"]["results"]["8 GiB"]["raw"]["rounds"])} rounds in turns; inputs
         are rotated past the cache. The command was ended by its time: what it left is not here. A step of the decode loop at
         Qwen3-8B's shape ({steps[0]} tokens before it) is {faster["median"]:.2f} times as fast with FP8 weights and cache as in bfloat16.
