@@ -158,7 +158,7 @@ class TensorFormat:
         """The text that `parse_format` makes this format of: its registered name, or its parts."""
         if registered := next((name for name, fmt in FORMATS.items() if fmt == self), ""):
             return registered
-        block = [] if self.block is None else ["x".join(map(_side_text, self.block))]
+        block = [] if self.block is None else [block_text(self.block)]
         return "-".join([self.element, *block, *([] if self.scale == "float32" else [self.scale])])
 
 
@@ -253,8 +253,9 @@ def _side(text: str) -> int:
     return WHOLE if text == "all" else int(text) or -1
 
 
-def _side_text(size: int) -> str:
-    return "all" if size == WHOLE else str(size)
+def block_text(block: tuple[int, int]) -> str:
+    """A block as a format's name has it: 1x128, 1xall."""
+    return "x".join("all" if size == WHOLE else str(size) for size in block)
 
 
 def _known() -> str:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8rl_jax.config.formats import WHOLE, TensorFormat
+from fp8rl_jax.config.formats import WHOLE, TensorFormat, block_text
 from fp8rl_jax.config.recipe import ForwardFormats, LinearFormats, Recipe
 from fp8rl_jax.config.schema import quoted
 from fp8rl_jax.errors import UserError
@@ -120,13 +120,8 @@ def _check_activation(
         if activation.block not in fits:
             refuse(
                 f"{side}.activation.block",
-                f"must be {_block_text(fits[0])}, the weight's block along the contraction",
+                f"must be {block_text((1, columns))}, the weight's block along the contraction",
             )
-
-
-def _block_text(block: tuple[int, int] | None) -> str:
-    """As a format's name has it."""
-    return "x".join("all" if n == WHOLE else str(n) for n in block or (WHOLE, WHOLE))
 
 
 def _ties_tokens(recipe: Recipe) -> bool:
@@ -231,8 +226,8 @@ def describe(fmt: TensorFormat) -> str:
     if fmt.block is None:
         return f"{fmt.element} one scale"
     if not in_blocks(fmt):
-        return f"{fmt.element} {_block_text(fmt.block)}"
-    return f"{fmt.element} {_block_text(fmt.block)} {fmt.scale} scales"
+        return f"{fmt.element} {block_text(fmt.block)}"
+    return f"{fmt.element} {block_text(fmt.block)} {fmt.scale} scales"
 
 
 def unlike_sides(recipe: Recipe) -> str:
@@ -310,7 +305,7 @@ def _check_blocks(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
         if fmt.block is not None and fmt.block != (128, 128):
             refuse(
                 f"{side}.weight.block",
-                f"is {_block_text(fmt.block)}, and the hopper backend has 128x128; use auto",
+                f"is {block_text(fmt.block)}, and the hopper backend has 128x128; use auto",
             )
 
 
@@ -348,8 +343,8 @@ def _check_backward(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
     if in_blocks(weight) and in_blocks(gradient) and gradient.block not in fits:
         refuse(
             "output_gradient.block",
-            f"must be {_block_text(fits[0])}: the backward reads trainer.weight, in blocks of "
-            f"{_block_text(weight.block)}, the other way",
+            f"must be {block_text((1, columns))}: the backward reads trainer.weight, in blocks of "
+            f"{block_text(weight.block or (WHOLE, WHOLE))}, the other way",
         )
     if recipe.gradient_rounding == "stochastic" and (
         type(format_of(gradient, (1, 1))).quantize_stochastic is Format.quantize_stochastic

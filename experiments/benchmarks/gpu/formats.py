@@ -74,10 +74,9 @@ def _product(setting: Setting, x_name: str, w_name: str, m: int, n: int, k: int)
     works = {STORED: Work(product, stored), BF16: Work(partial(dot, jnp.bfloat16), plain)}
     if of_x.quantized:
         works[WITH_QUANTIZATION] = Work(whole, lambda key: (plain(key)[0], stored(key)[1]))
-    bits = 8 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(stored, _KEY)))
-    result = compare(
-        setting, works, tuple(set(works) - {BF16}), 2.0 * m * n * k, bits / 8 + 2.0 * m * n
-    )
+    operands = jax.tree.leaves(jax.eval_shape(stored, _KEY))
+    moved = sum(x.size * x.dtype.itemsize for x in operands) + 2.0 * m * n
+    result = compare(setting, works, tuple(set(works) - {BF16}), 2.0 * m * n * k, moved)
     if setting.compile_only:
         return result
     return result | _checked(stored, product) | {"shape": [m, n, k]}
