@@ -74,7 +74,7 @@ def served(design: Design, arm: Arm, seed: int) -> dict[str, float]:
     setup = build(replace(config, resume=True))
     setup.session.restore(setup.directory / "checkpoints")
     masters, accuracies = setup.session.policy, {}
-    del setup.session.engine
+    del setup.session.serving
     examples = setup.held_out.examples[: config.evaluation.examples]
     plain = replace(
         config,

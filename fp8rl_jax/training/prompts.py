@@ -1,19 +1,30 @@
-"""Between text and tokens: prompts in, completions out."""
+"""Between text and tokens: prompts and answers in, completions out."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+from jaxtyping import Bool, Int
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.rollout.engine import Prompts, Rollout, pad_prompts
-from fp8rl_jax.tasks.conversation import continuation, prompt_tokens
+from fp8rl_jax.tasks.conversation import (
+    Conversation,
+    MessageFault,
+    continuation,
+    prompt_tokens,
+    read_messages,
+)
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer, end_tokens
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Example
+"""Text, token ids, the messages of a conversation, or a problem of a data set."""
 
 
 class PromptEncoder:
@@ -25,12 +36,20 @@ class PromptEncoder:
         width: longest prompt in tokens, which a whole conversation up to its last answer has to
             fit; batches are padded to it.
         ends: tokens that end a completion, beside the tokenizer's own.
+        vocab_size: of the model, which may have more tokens than the tokenizer; by default that of
+            the tokenizer.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, system_prompt: str, width: int, ends: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        system_prompt: str,
+        width: int,
+        ends: Sequence[int] = (),
+        vocab_size: int | None = None,
     ):
         self.tokenizer, self.system_prompt, self.width = tokenizer, system_prompt, width
+        self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         self.ends = end_tokens(tokenizer, ends)
 
     @property
@@ -64,6 +83,66 @@ class PromptEncoder:
             if not tokens:
                 raise UserError("the prompt gives no tokens")
         return tokens
+
+    def of_any(self, i: int, prompt: Prompt) -> list[int]:
+        """Encode prompt `i` of those that a user gave; token ids are taken as they are.
+
+        Raises:
+            UserError: as `tokens`; messages that are no conversation, ids outside of the
+                vocabulary.
+        """
+        if isinstance(prompt, Example):
+            return self.tokens(prompt)
+        source = f"prompts: prompt {i}"
+        if isinstance(prompt, str):
+            return self.tokens(Example(i, prompt, "", "", {"source": source}))
+        if not any(isinstance(part, Mapping) for part in prompt):
+            return self._ids(source, prompt)
+        try:
+            conversation = Conversation(read_messages(prompt))
+        except MessageFault as fault:
+            raise UserError(f"{source} {fault}") from None
+        return self.tokens(Example(i, conversation, "", "", {"source": source}))
+
+    def answer(self, i: int, answer: str | Sequence[int], end: bool) -> list[int]:
+        """Encode completion `i` of those that a user gave; `end`: a text gets its end token.
+
+        Raises:
+            UserError: it is empty, or has ids outside of the vocabulary.
+        """
+        if not isinstance(answer, str):
+            ids = self._ids(f"completion {i}", answer)
+        else:
+            ids = self.tokenizer.encode(answer, add_special_tokens=False)
+            ids += [self.end] if end else []
+        if not ids:
+            raise UserError(f"completion {i} has no tokens")
+        return ids
+
+    def answers(
+        self, answers: Sequence[str | Sequence[int]], rows: int, width: int
+    ) -> tuple[Int[np.ndarray, "b t"], Bool[np.ndarray, "b t"]]:
+        """Right-pad completions, with empty rows behind; gives tokens and their mask.
+
+        Raises:
+            UserError: as `answer`, or one is longer than `width`.
+        """
+        tokens, mask = np.zeros((rows, width), np.int32), np.zeros((rows, width), bool)
+        for row, answer in enumerate(answers):
+            ids = self.answer(row, answer, end=True)
+            if len(ids) > width:
+                raise UserError(
+                    f"rollout.max_new_tokens = {width}: answer {row} has {len(ids)} tokens; "
+                    "raise it"
+                )
+            tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
+        return tokens, mask
+
+    def _ids(self, what: str, tokens: Sequence[Any]) -> list[int]:
+        ids, size = [int(token) for token in tokens], self.vocab_size
+        if not all(0 <= token < size for token in ids):
+            raise UserError(f"{what} has token ids outside of the vocabulary, 0 to {size - 1}")
+        return ids
 
     def next_turn(self, episode: Episode) -> list[int]:
         """Encode the prompt of an episode's next turn: the whole conversation so far.

@@ -25,17 +25,17 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Key
+from jaxtyping import Array, Float, Key
 
 from fp8rl_jax import rl
 from fp8rl_jax.caching import keep_compiled_programs
@@ -57,7 +57,6 @@ from fp8rl_jax.parallel import (
     batch_sharding,
     batch_shards,
     check_batch,
-    constrain,
     is_main_process,
     make_mesh,
     replicated,
@@ -66,13 +65,8 @@ from fp8rl_jax.parallel import (
     to_global,
     to_host,
 )
-from fp8rl_jax.precision import QuantizationSums, check_recipe, unlike_sides
-from fp8rl_jax.rollout.arrival import Arrival, kept_merged
-from fp8rl_jax.rollout.calibration import (
-    calibrate_on_prompts,
-    calibrated,
-    observe_qkv,
-)
+from fp8rl_jax.precision import check_recipe, unlike_sides
+from fp8rl_jax.rollout.arrival import kept_merged
 from fp8rl_jax.rollout.engine import (
     PagedEngine,
     Prompts,
@@ -82,33 +76,30 @@ from fp8rl_jax.rollout.engine import (
     pad_prompts,
 )
 from fp8rl_jax.rollout.sampling import at_temperature
-from fp8rl_jax.rollout.sync import SyncContext
 from fp8rl_jax.rollout.vllm.engine import VllmEngine
-from fp8rl_jax.tasks.conversation import Conversation, MessageFault, read_messages
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.training.adapters import adapt, restored, to_save
+from fp8rl_jax.training.advantages import lengths_of, read_rewards, sample_advantages, select_rows
 from fp8rl_jax.training.batch import Batch, bucket
 from fp8rl_jax.training.carry_over import CarryOver
 from fp8rl_jax.training.checkpoint import Checkpoints, difference
 from fp8rl_jax.training.checks import check_policy, make_sampling, with_exact_decided
 from fp8rl_jax.training.experience import Entering, Experience, episode_experience, play
-from fp8rl_jax.training.keys import rollout_key, sample_key, selection_key, sync_key
+from fp8rl_jax.training.keys import rollout_key, sample_key, selection_key
 from fp8rl_jax.training.learner import Learner, step_config
 from fp8rl_jax.training.performance import Clock
-from fp8rl_jax.training.prompts import PromptEncoder
+from fp8rl_jax.training.prompts import Prompt, PromptEncoder
+from fp8rl_jax.training.serving import Serving
 from fp8rl_jax.training.state import TrainState, init_state, make_optimizer, sharded_state
 from fp8rl_jax.training.step import batch_logprobs, supervised_update
 from fp8rl_jax.training.stopping import deferred
 from fp8rl_jax.weights.load import rollout_form, save_policy
 from fp8rl_jax.weights.peft_format import save_adapters
 from fp8rl_jax.weights.quantized_export import export_form
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Example
-"""Text, token ids, the messages of a conversation, or a problem of a data set."""
 
 _log = logging.getLogger("fp8rl")
 _RELEASED = "session: its state was released; give it one with load"
@@ -124,59 +115,7 @@ _NARROWEST = 16
 # end
 _mismatch = jax.jit(rl.mismatch_metrics, static_argnames="config")
 _reward_kl = jax.jit(rl.reward_kl, static_argnames="config")
-_lengths = jax.jit(partial(jnp.sum, axis=1))
 _cast = jax.jit(cast, static_argnums=(1, 2))
-
-
-@partial(jax.jit, static_argnames=("config", "samples", "longest"))
-def _advantages(
-    rewards, valid, lengths, divergence, real=None, *, config: RLConfig, samples: int, longest: int
-):
-    """Advantages of the samples from what the task gave them, and what was taken from that; `real`:
-    those that are no filling."""
-    overlong = rl.overlong_penalty(
-        lengths, longest, config.overlong.buffer, config.overlong.penalty
-    )
-    metrics = {"reward/overlong_penalty": overlong.mean(where=real)}
-    metrics |= rl.reward_metrics(rewards, samples, valid)
-    if divergence is not None:
-        rewards, metrics["reward/kl"] = (
-            rewards - config.reward_kl.coefficient * divergence,
-            divergence.mean(where=real),
-        )
-    return rl.group_advantages(
-        rewards + overlong, samples, config.advantage, valid, lengths
-    ), metrics
-
-
-@partial(jax.jit, static_argnames=("config", "samples"))
-def _selection(
-    advantages, rewards, valid, lengths, stopped, key, *, config: RLConfig, samples: int
-):
-    """Rows and weights of rl.selection, from values of all rows."""
-    groups = (x.reshape(-1, samples) for x in (advantages, rewards, valid, lengths, stopped))
-    return rl.select(rl.SelectionInputs(*groups, key), config)
-
-
-@jax.jit
-def _picked(batch: Batch, sampled, rows, weights) -> tuple[Batch, Array]:
-    """These rows of a batch, a line of them for each prompt, and of a value a token."""
-    flat, samples = rows.reshape(-1), len(batch.tokens) // len(batch.lengths)
-    prompts = rows[:, 0] // samples
-    of_prompts = ("prompts", "lengths", "prompt_routes")
-    fields = {
-        name: constrain(x[prompts if name in of_prompts else flat], "batch", *[None] * (x.ndim - 1))
-        for name, x in vars(batch).items()
-        if x is not None
-    }
-    made, weights = replace(batch, **fields), weights.reshape(-1)
-    in_loss = made.mask if made.loss_mask is None else made.loss_mask
-    made = replace(
-        made,
-        advantages=made.advantages * weights,
-        loss_mask=in_loss & (weights > 0)[:, None],
-    )
-    return made, constrain(sampled[flat], "batch", None)
 
 
 def _alone[**P, R](method: Callable[P, R]) -> Callable[P, R]:
@@ -223,12 +162,11 @@ class Session:
             or whole tables (rl=RLConfig(...)); docs/config.md.
 
     Attributes:
-        config, recipe, mesh, tokenizer, engine: as resolved.
+        config, recipe, mesh, tokenizer: as resolved.
+        serving: the engine and what it serves.
         exact_by_default: whether precision.exact was "auto".
         sampling: of `rollout`.
         step: updates so far, in rollouts.
-        scales: KV scales of the present weights where the trainer calibrates an FP8 cache, else
-            None.
         clock: times of the present step's parts; `lap` reads it and begins the next.
 
     Raises:
@@ -282,6 +220,7 @@ class Session:
             config.task.system_prompt,
             rollout.max_prompt_tokens,
             self.sampling.stop_token_ids,
+            policy.config.vocab_size,
         )
         if config.task.system_prompt and not tokenizer.has_chat_template:
             _log.warning(
@@ -289,13 +228,13 @@ class Session:
             )
         if engine is None and config.rollout.engine == "vllm":
             engine = VllmEngine(config, self.recipe, tokenizer)
-        self.engine = local_engine(config, self.recipe) if engine is None else engine
-        self._merges = isinstance(self.engine, VllmEngine)
-        self.engine.arrival = Arrival(self._merges)
-        self.clock, self.step, self.scales = Clock(), 0, None
+        if engine is None:
+            engine = local_engine(config, self.recipe)
+        self.serving = Serving(engine, config, self.recipe)
+        self.clock, self.step = Clock(), 0
         self._in_use, self._gone = threading.RLock(), _RELEASED
-        self._moved, self._first_version = True, 0
-        """Whether no sync has served the present weights yet; the first version that did."""
+        self._unit = math.lcm(_prompts_of_a_part(config), batch_shards(self.mesh))
+        """What the number of a batch's prompts has to divide by."""
         with jax.set_mesh(self.mesh):
             masters = jax.tree.map(lambda x: x.astype(jnp.float32), policy)
             adapted = shard_policy(adapt(masters, config, self.recipe), self.mesh)
@@ -308,16 +247,15 @@ class Session:
         self._learner: Learner | None = None
         self._rollouts = 0
         """Of this step."""
-        self._served = self._uncalibrated = False
         self._carry_over: CarryOver | None = None
         if extra := rollout.paged.extra_prompts:
             check_batch(extra, self.mesh, "rollout.paged.extra_prompts")
-            if not isinstance(self.engine, PagedEngine):
+            if not isinstance(engine, PagedEngine):
                 raise UserError(
                     "rollout.paged.extra_prompts: only PagedEngine carries completions over"
                 )
             batch = self.encoder.width, self.encoder.pad
-            self._carry_over = CarryOver(self.engine, self.mesh, self.sampling, extra, *batch)
+            self._carry_over = CarryOver(engine, self.mesh, self.sampling, extra, *batch)
 
     # sampling
 
@@ -395,19 +333,13 @@ class Session:
             seed: of the draws.
         """
         encoded, count = self.encode(prompts)
-        served, uncalibrated, scales = self._served, self._uncalibrated, self.scales
-        try:
+        sampling, key = (
+            at_temperature(self.sampling, temperature),
+            sample_key(self.config.seed, seed),
+        )
+        with self.serving.aside():
             self._serve(encoded)
-            sampling = at_temperature(self.sampling, temperature)
-            key = sample_key(self.config.seed, seed)
             rollout = self.engine.generate(encoded, samples, sampling, key)
-        except BaseException:
-            if self.recipe.quantizes_cache:
-                self._served, self.scales = False, scales
-            raise
-        # scales that these prompts gave are not what training goes on with
-        if self.recipe.quantizes_cache:
-            self._served, self._uncalibrated, self.scales = served, uncalibrated, scales
         return self._experience(rollout, count, samples, temperature)
 
     @_on_mesh
@@ -485,26 +417,32 @@ class Session:
                 corrects.
         """
         config, clock = self.config, self.clock
-        behind = self._behind(rollout)
-        values, valid, real = self._rewards(rollout, rewards)
+        behind = self.serving.behind(rollout.weight_version)
+        if rollout.temperature != self.sampling.temperature:
+            raise UserError(
+                f"rollout: sampled at temperature {rollout.temperature:g}, and "
+                f"rollout.temperature is {self.sampling.temperature:g}; learn from what "
+                "session.rollout gives"
+            )
+        earned = read_rewards(rollout, rewards)
         learner, state = self._started()
         parts = learner.micro_batches(rollout.prompts_in_batch)
         batch = rollout.batch(learner.config.rl, config.samples_truncated(), entering)
         first = not config.rl.selection or config.rl.reward_kl.coefficient > 0
         if first:
             batch = learner.with_logprobs(state, batch, parts, clock)
-        lengths, divergence = rollout.by_sample(_lengths(batch.mask)), None
+        lengths, divergence = rollout.by_sample(lengths_of(batch.mask)), None
         if config.rl.reward_kl.coefficient:
             divergence = _reward_kl(
                 batch.old_logprobs, batch.reference_logprobs, batch.mask, config=config.rl.reward_kl
             )
             divergence = rollout.by_sample(divergence)
-        advantages, metrics = _advantages(
-            values,
-            valid,
+        advantages, metrics = sample_advantages(
+            earned.values,
+            earned.valid,
             lengths,
             divergence,
-            real,
+            earned.real,
             config=config.rl,
             samples=rollout.samples,
             longest=self.sampling.max_new_tokens,
@@ -512,7 +450,8 @@ class Session:
         batch = replace(batch, advantages=rollout.by_row(advantages))
         sampled = rollout.policy_logprobs
         if config.rl.selection:
-            batch, sampled, chosen = self._selected(rollout, batch, values, valid)
+            key = selection_key(config.seed, self.step)
+            batch, sampled, chosen = select_rows(rollout, batch, earned, key, config.rl, self._unit)
             metrics |= chosen
             parts = learner.micro_batches(len(batch.lengths))
             if not first:
@@ -526,12 +465,7 @@ class Session:
             # layouts
             self._take(shard_policy(state, self.mesh))
             self.step, self._rollouts = self.step + 1, 0
-            if self._calibrates("trainer"):
-                with clock.part("calibrate"):
-                    if seen is None:
-                        seen = self._observed(batch, parts, served)
-                    self.scales, kv_metrics = jax.block_until_ready(calibrated(seen, self.recipe))
-                metrics |= kv_metrics
+            metrics |= self.serving.measure(self.weights, batch, parts, seen, served, clock)
         mismatch = _mismatch(
             sampled,
             train_logprobs,
@@ -542,19 +476,14 @@ class Session:
         if behind:
             mismatch = {name.replace("mismatch/", "off_policy/"): x for name, x in mismatch.items()}
         metrics |= learned | jax.block_until_ready(mismatch)
-        self._sync(None if next_prompts is None else self.encode(next_prompts)[0])
+        encoded = None if next_prompts is None else self.encode(next_prompts)[0]
+        self.serving.sync(self.weights, self.step, encoded, clock)
         clock.work(self.weights.config, *rollout.work(), frozen=config.lora.rank > 0)
         metrics |= rollout.metrics() | self.engine.metrics
         if behind:
             oldest = behind + metrics.get("rollout/oldest_token", 0.0)
             metrics |= {"rollout/stale_tokens": 1.0, "rollout/oldest_token": oldest}
-        scales, finite = to_host((self.engine.scales, self.engine.finite))
-        if scales is not None:
-            metrics |= {
-                f"fp8/kv_scale_{role[0]}": getattr(scales, role).max()
-                for role in ("query", "key", "value")
-            }
-        metrics |= {f"fp8/nonfinite_{role}": 1.0 - ok for role, ok in finite.items()}
+        metrics |= self.serving.metrics()
         return {name: float(value) for name, value in to_host(metrics).items()}
 
     @_on_mesh
@@ -583,7 +512,7 @@ class Session:
         encoded, count = self.encode(prompts)
         if len(answers) != count:
             raise UserError(f"answers: {len(answers)} for {count} prompts; give one for each")
-        tokens, mask = self._completions(
+        tokens, mask = self.encoder.answers(
             answers, len(encoded.lengths), self.sampling.max_new_tokens
         )
         batch = self._given(encoded, tokens, mask)
@@ -608,8 +537,7 @@ class Session:
         self.step = self._rollouts = 0
         if self._carry_over:
             self._carry_over.progress = None
-        # the next sync is the new start of what arrives
-        self.engine.arrival, self._served = Arrival(self._merges), False
+        self.serving.begin()
         self._started(optimizer, updates)
 
     @_on_mesh
@@ -637,7 +565,7 @@ class Session:
         """
         prompts, completions = (
             list(prompts),
-            [self._answer(i, answer, end=False) for i, answer in enumerate(completions)],
+            [self.encoder.answer(i, answer, end=False) for i, answer in enumerate(completions)],
         )
         if not prompts or len(completions) % len(prompts) or not completions:
             raise UserError(
@@ -649,7 +577,7 @@ class Session:
         for start in range(0, len(prompts), batch_size):
             some = completions[start * n : (start + batch_size) * n]
             encoded, _ = self.encode(prompts[start : start + batch_size])
-            tokens, mask = self._completions(some, len(encoded.lengths) * n, width)
+            tokens, mask = self.encoder.answers(some, len(encoded.lengths) * n, width)
             batch = self._given(encoded, tokens, mask)
             values = to_host(batch_logprobs(self.weights, batch, config))
             found += [values[row, : len(completion)] for row, completion in enumerate(some)]
@@ -823,8 +751,7 @@ class Session:
         shape = state.policy.config.num_layers, state.policy.config.num_kv_heads
         if self.recipe.kv_granularity == "layer":
             shape = shape[:1]
-        scales = self.scales or KVScales(*(jnp.zeros(shape) for _ in range(3)))
-        beside = (jax.tree.map(np.asarray, scales),)
+        beside = (self.serving.saved(shape),)
         if self._carry_over:
             beside += (self._carry_over.saved(self.config.rollout.samples_per_prompt),)
         assert self.engine.arrival is not None
@@ -842,10 +769,7 @@ class Session:
         self.engine.arrival.load(to_host(saved[-1]))
         self._take(restored(before, *state))
         self.step, self._rollouts = step, 0
-        # of a recipe without an FP8 cache they are zeros, which are no scales
-        measured = self._calibrates("trainer") and bool(np.any(to_host(scales.key)))
-        self.scales = scales if measured else None
-        self.engine.version = step
+        self.serving.load(scales, step)
 
     @_on_mesh
     def sync(self, prompts: Sequence[Prompt] | Prompts | None = None) -> None:
@@ -855,16 +779,9 @@ class Session:
             prompts: what an FP8 cache is calibrated on where that is due, too. Without them the
                 next rollout's own are.
         """
-        self._sync(None if prompts is None else self.encode(prompts)[0])
-        if not all(to_host(self.engine.finite).values()):
-            bad = ", ".join(
-                role for role, finite in to_host(self.engine.finite).items() if not finite
-            )
-            dtype = self.config.compute_dtype
-            raise UserError(
-                f"recipe {self.recipe.name!r}: {bad} not finite after quantization; the model "
-                f"overflows {dtype}"
-            )
+        encoded = None if prompts is None else self.encode(prompts)[0]
+        self.serving.sync(self.weights, self.step, encoded, self.clock)
+        self.serving.check_finite()
 
     def lap(self) -> dict[str, float]:
         """Read time/* and perf/* since the last call, for a step of one rollout and one update."""
@@ -883,7 +800,7 @@ class Session:
             return to_global(prompts, batch_sharding(self.mesh)), len(prompts.lengths)
         if isinstance(prompts, str) or not len(prompts):
             raise UserError(f"prompts: expected a list of at least one prompt, got {prompts!r}")
-        rows = [self._tokens(i, prompt) for i, prompt in enumerate(prompts)]
+        rows = [self.encoder.of_any(i, prompt) for i, prompt in enumerate(prompts)]
         ids = [
             prompt.index if isinstance(prompt, Example) else i for i, prompt in enumerate(prompts)
         ]
@@ -899,8 +816,7 @@ class Session:
                     f"model's {positions} positions less "
                     f"rollout.max_new_tokens = {longest}"
                 )
-        unit = math.lcm(_prompts_of_a_part(self.config), batch_shards(self.mesh))
-        missing = bucket(-(-len(rows) // unit), 2) * unit - len(rows)
+        missing = bucket(-(-len(rows) // self._unit), 2) * self._unit - len(rows)
         width = min(bucket(max(_NARROWEST, *map(len, rows)), 2), room)
         padded = pad_prompts(
             rows + rows[:1] * missing, ids + ids[:1] * missing, width, self.encoder.pad
@@ -908,6 +824,17 @@ class Session:
         return to_global(padded, batch_sharding(self.mesh)), len(rows)
 
     # what the methods above share
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """Who samples."""
+        return self.serving.engine
+
+    @property
+    def scales(self) -> KVScales | None:
+        """KV scales of the present weights where the trainer calibrates an FP8 cache, else
+        None."""
+        return self.serving.scales
 
     @property
     def carried(self) -> int:
@@ -994,102 +921,15 @@ class Session:
 
     def _take(self, state: TrainState) -> None:
         """Go on with other weights, of which nothing is served or measured yet."""
-        self._state, self._served, self._moved = state, False, True
-        if self._calibrates("trainer"):
-            self.scales = None
-
-    def _behind(self, rollout: Experience) -> int:
-        """Versions between a rollout's weights and the present ones; 0: it is of these.
-
-        Raises:
-            UserError: there are some, and nothing corrects for them.
-        """
-        if not self._moved and rollout.weight_version >= self._first_version:
-            return 0
-        correction = self.config.rl.correction.resolve(self.recipe.correction)
-        if correction.value("weights") == "none" and not correction.value("reject"):
-            raise UserError(
-                f"rollout: version {rollout.weight_version} of the weights sampled it, and they "
-                "have changed since; sample again, set trainer.updates_per_rollout for several "
-                "updates on one rollout, or correct for older weights: rl.correction.method, as in "
-                '"token_tis"'
-            )
-        return max(self.engine.version + self._moved - rollout.weight_version, 1)
-
-    def _calibrates(self, side: Literal["trainer", "rollout"]) -> bool:
-        """Whether there is an FP8 cache, and this side measures its scales."""
-        rollout = self.recipe.kv_calibration == "rollout"
-        return self.recipe.quantizes_cache and rollout == (side == "rollout")
+        self._state = state
+        self.serving.changed()
 
     def _serve(self, prompts: Sequence[Prompt] | Prompts) -> None:
         """The present weights, and scales for them, before anything is sampled."""
-        if not self._served:
+        if self.serving.due:
             self.sync(prompts)
-        elif self._uncalibrated:
-            self._calibrate_rollout(self.encode(prompts)[0])
-
-    def _sync(self, prompts: Prompts | None) -> None:
-        if self._calibrates("trainer") and self.scales is None:
-            if prompts is None:
-                self._served = False
-                return
-            dtype, backend = jnp.dtype(self.config.compute_dtype), self.config.precision.backend
-            self.scales = calibrate_on_prompts(self.weights, prompts, self.recipe, dtype, backend)
-        # one that is interrupted leaves nothing to serve: the next rollout makes another
-        self._served = False
-        with self.clock.part("sync"):
-            key = sync_key(self.config.seed, self.step)
-            self.engine.sync(self.weights, SyncContext(self.step, key, self.scales))
-            self.engine.wait()
-        if self._moved:
-            self._moved, self._first_version = False, self.engine.version
-        self._served, self._uncalibrated = True, self._calibrates("rollout")
-        if self._uncalibrated and prompts is not None:
-            self._calibrate_rollout(prompts)
-
-    def _selected(
-        self, rollout: Experience, batch: Batch, rewards: ArrayLike, valid: ArrayLike
-    ) -> tuple[Batch, Float[Array, "b t"], dict[str, float]]:
-        """The rows that rl.selection chooses, what the rollout gave their tokens, and
-        selection/*."""
-        config, rows_per_prompt = self.config.rl, len(batch.tokens) // len(batch.lengths)
-        stopped = rollout.rollout.stopped & batch.mask.any(axis=1)
-        key = selection_key(self.config.seed, self.step)
-        samples = batch.advantages, rewards, valid, _lengths(batch.mask), stopped
-        rows, weights = _selection(*samples, key, config=config, samples=rows_per_prompt)
-        host, weighed = to_host((rows, weights))
-        rl.check_rows(host, len(batch.lengths), rows_per_prompt, config.selection)
-        unit = math.lcm(_prompts_of_a_part(self.config), batch_shards(self.mesh))
-        if len(host) % unit:
-            raise UserError(
-                f"rl.selection = {config.selection!r}: {len(host)} lines of rows do not "
-                f"divide by {unit}, which updates, micro-batches and the mesh ask for"
-            )
-        used = np.unique(host[weighed > 0])
-        metrics = {"selection/used": len(used) / max(len(rollout.texts), 1)}
-        return *_picked(batch, rollout.policy_logprobs, rows, weights), metrics
-
-    def _calibrate_rollout(self, prompts: Prompts) -> None:
-        with self.clock.part("calibrate"):
-            self.engine.calibrate(prompts)
-            self.engine.wait()
-        self._uncalibrated = False
-
-    def _observed(self, batch: Batch, parts: int, served: KVScales | None) -> QuantizationSums:
-        """Q, K and V of a forward under the new weights; `served`: scales whose effect is
-        measured."""
-        return observe_qkv(
-            self.weights,
-            batch.prompts,
-            batch.lengths,
-            batch.tokens,
-            batch.present,
-            served,
-            recipe=self.recipe,
-            dtype=jnp.dtype(self.config.compute_dtype),
-            micro_batches=parts,
-            backend=self.config.precision.backend,
-        )
+        elif self.serving.uncalibrated:
+            self.serving.calibrate(self.encode(prompts)[0], self.clock)
 
     def _draw(self, samples: int | None, key: Key[Array, ""] | None) -> tuple[int, Key[Array, ""]]:
         """Samples of a prompt, and the key of this step's next rollout."""
@@ -1104,88 +944,6 @@ class Session:
     ) -> Experience:
         texts = self.encoder.texts(rollout)[: count * samples]
         return Experience(rollout=rollout, texts=texts, samples=samples, temperature=temperature)
-
-    def _rewards(
-        self, rollout: Experience, rewards: Sequence[float | None] | Scores
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rewards, which of them are valid, and which are no filling, of the samples of the
-        batch."""
-        if rollout.temperature != self.sampling.temperature:
-            raise UserError(
-                f"rollout: sampled at temperature {rollout.temperature:g}, and "
-                "rollout.temperature is "
-                f"{self.sampling.temperature:g}; learn from what session.rollout gives"
-            )
-        if isinstance(rewards, Scores):
-            values, valid = rewards.rewards, ~rewards.failed
-        else:
-            given = list(rewards)
-            valid = np.array([reward is not None for reward in given], bool)
-            try:
-                values = np.array(
-                    [0.0 if reward is None else float(reward) for reward in given], np.float64
-                )
-            except (TypeError, ValueError, OverflowError) as error:
-                raise UserError(f"rewards: each must be a number or None ({error})") from None
-            if given and not valid.any():
-                raise UserError(
-                    f"rewards: all {len(given)} are None, which leaves nothing to learn from; does "
-                    "the reward return its number?"
-                )
-        if len(values) != len(rollout.texts):
-            raise UserError(
-                f"rewards: {len(values)} for {len(rollout.texts)} samples; give one for each of "
-                "rollout.texts"
-            )
-        rl.check_rewards(values, valid)
-        missing = rollout.prompts_in_batch * rollout.samples - len(values)
-        real = np.pad(np.ones(len(values), bool), (0, missing))
-        return np.pad(values.astype(np.float32), (0, missing)), np.pad(valid, (0, missing)), real
-
-    def _tokens(self, i: int, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, Example):
-            return self.encoder.tokens(prompt)
-        source = f"prompts: prompt {i}"
-        if isinstance(prompt, str):
-            return self.encoder.tokens(Example(i, prompt, "", "", {"source": source}))
-        if not any(isinstance(part, Mapping) for part in prompt):
-            return self._ids(source, prompt)
-        try:
-            conversation = Conversation(read_messages(prompt))
-        except MessageFault as fault:
-            raise UserError(f"{source} {fault}") from None
-        return self.encoder.tokens(Example(i, conversation, "", "", {"source": source}))
-
-    def _ids(self, what: str, tokens: Sequence[Any]) -> list[int]:
-        ids, size = [int(token) for token in tokens], self.weights.config.vocab_size
-        if not all(0 <= token < size for token in ids):
-            raise UserError(f"{what} has token ids outside of the vocabulary, 0 to {size - 1}")
-        return ids
-
-    def _answer(self, i: int, answer: str | Sequence[int], end: bool) -> list[int]:
-        if not isinstance(answer, str):
-            ids = self._ids(f"completion {i}", answer)
-        else:
-            ids = self.tokenizer.encode(answer, add_special_tokens=False)
-            ids += [self.encoder.end] if end else []
-        if not ids:
-            raise UserError(f"completion {i} has no tokens")
-        return ids
-
-    def _completions(
-        self, answers: Sequence[str | Sequence[int]], rows: int, width: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Answers as right-padded tokens and their mask, with empty rows behind."""
-        tokens, mask = np.zeros((rows, width), np.int32), np.zeros((rows, width), bool)
-        for row, answer in enumerate(answers):
-            ids = self._answer(row, answer, end=True)
-            if len(ids) > width:
-                raise UserError(
-                    f"rollout.max_new_tokens = {width}: answer {row} has {len(ids)} tokens; "
-                    "raise it"
-                )
-            tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
-        return tokens, mask
 
     def _given(self, prompts: Prompts, tokens: Any, mask: Any) -> Batch:
         """Given completions as a batch, on the mesh."""

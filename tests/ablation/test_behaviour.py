@@ -18,7 +18,7 @@ from fp8rl_jax.config.fingerprint import flat
 from fp8rl_jax.config.recipe import PrecisionConfig
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.rollout import engine
-from fp8rl_jax.training import session
+from fp8rl_jax.training import serving, session
 
 DEMO = RunConfig(recipe="bf16", compute_dtype="float32", precision=PrecisionConfig(exact=False))
 BEFORE = {
@@ -150,23 +150,23 @@ def rounded_first(monkeypatch):
 
 def wider_scales(monkeypatch):
     """KV scales have a margin of a tenth."""
-    calibrated = session.calibrated
+    calibrated = serving.calibrated
 
     def changed(seen, recipe):
         scales, metrics = calibrated(seen, recipe)
         return jax.tree.map(lambda x: 1.1 * x, scales), metrics
 
-    monkeypatch.setattr(session, "calibrated", changed)
+    monkeypatch.setattr(serving, "calibrated", changed)
 
 
 def larger_advantages(monkeypatch):
-    advantages = session._advantages
+    advantages = session.sample_advantages
 
     def changed(*arguments, **how):
         found, metrics = advantages(*arguments, **how)
         return 1.1 * found, metrics
 
-    monkeypatch.setattr(session, "_advantages", changed)
+    monkeypatch.setattr(session, "sample_advantages", changed)
 
 
 def hotter(monkeypatch):

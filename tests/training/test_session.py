@@ -596,7 +596,7 @@ def test_ctrl_c_in_an_update_leaves_a_whole_session(monkeypatch):
         (learner, "with_logprobs", False),  # before anything is given away
         (learner, "_one", True),  # between two updates
         (session, "_take", True),  # the new buffers are here, and not yet the session's
-        (session, "_sync", True),
+        (session.serving, "sync", True),
     ]
     for owner, name, made in places:
         rollout, same = session.rollout(prompts), other.rollout(prompts)

@@ -55,9 +55,9 @@ from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tasks.sandbox.pool import ScoreJob
 from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
+from fp8rl_jax.training import advantages, sft
 from fp8rl_jax.training import learner as learning
 from fp8rl_jax.training import session as sessions
-from fp8rl_jax.training import sft
 from fp8rl_jax.training.batch import Batch
 from fp8rl_jax.training.collect import Collected, Collector
 from fp8rl_jax.training.evaluation import evaluate, evaluate_held_out
@@ -234,11 +234,13 @@ def test_advantages_are_of_the_reward_less_the_divergence_and_the_penalty(estima
         jnp.asarray(lengths),
         jnp.asarray(divergence, jnp.float32),
     )
-    found, metrics = sessions._advantages(*arrays, config=config, samples=3, longest=8)
+    found, metrics = advantages.sample_advantages(*arrays, config=config, samples=3, longest=8)
     np.testing.assert_allclose(found, np.where(valid, expected, 0), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(metrics["reward/kl"], divergence.mean(), rtol=1e-6)
     np.testing.assert_allclose(metrics["reward/overlong_penalty"], penalty.mean(), rtol=1e-6)
-    _, metrics = sessions._advantages(*arrays[:3], None, config=config, samples=3, longest=8)
+    _, metrics = advantages.sample_advantages(
+        *arrays[:3], None, config=config, samples=3, longest=8
+    )
     assert "reward/kl" not in metrics
 
 
@@ -762,7 +764,7 @@ def test_scales_are_those_of_the_new_weights_on_prompts_and_completions(loop_of)
             (others, 1, 9),
             (others, 2, 0),
         ):
-            session.scales = ones
+            session.serving.scales = ones
             session.sync()
             metrics = stepped(loop, 0)
             assert engine.synced[-1][1] is session.scales
