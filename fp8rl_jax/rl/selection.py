@@ -10,7 +10,7 @@ included. Old log-probabilities and updates are computed of these rows alone.
     finished      weight 0 where the length limit ended a completion (its section 3.4; rl.overlong
                   masks them before advantages are computed, here they have a part in these)
 
-Shuffle-R1's pairs (arXiv 2508.05612), or sampling by |advantage|, are functions of one's own.
+Any other is a function, by the same door: Shuffle-R1's are in rl/shuffle.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a weight sync knows beside the weights, and a transform of what it serves.
 
 The recipe says how weights are rounded and quantized. What else is to happen to the served copy,
-and not to the masters, is a function of the user's: noise for exploration as in QeRL (arXiv
-2510.11696), a rotation, a layer that is left out. It is called at every sync, in one compiled
+and not to the masters, is a function of the user's: noise for exploration (rollout.noise), a
+rotation, a layer that is left out. It is called at every sync, in one compiled
 program, on the policy as the rollout multiplies it; adapters stand beside their base there.
 Rollout and trainer then differ by it, which the mismatch shows and the correction corrects.
 """
@@ -31,11 +31,13 @@ class SyncContext(NamedTuple):
         step: updates before this sync.
         key: for draws, a function of (seed, step); None where nobody draws.
         scales: KV scales measured with these very weights, where the trainer calibrates.
+        steps: of the whole run; 0: there is none.
     """
 
     step: int | Int[Array, ""] = 0
     key: Key[Array, ""] | None = None
     scales: KVScales | None = None
+    steps: int | Int[Array, ""] = 0
 
 
 NO_CONTEXT = SyncContext()

@@ -79,7 +79,8 @@ class Serving:
         self.due = True
         with clock.part("sync"):
             key = sync_key(self._config.seed, step)
-            self.engine.sync(weights, SyncContext(step, key, self.scales))
+            context = SyncContext(step, key, self.scales, self._config.trainer.steps)
+            self.engine.sync(weights, context)
             self.engine.wait()
         if self._moved:
             self._moved, self._first_version = False, self.engine.version

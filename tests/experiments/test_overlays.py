@@ -37,6 +37,27 @@ FILES = {
 OTHERS = {  # not objectives of their own: what each changes of the demo
     "calibrated_clipping": {"enabled": True, "start_low": 0.6, "start_high": 1.8},
     "fp16": {"compute_dtype": "float16", "mode": "dynamic"},
+    "shuffle_r1": {
+        "samples_per_prompt": 16,
+        "selection": "fp8rl_jax.rl.shuffle:shuffled_pairs",
+        "kept": 0.5,
+        "draws": 8.0,
+    },
+    "qerl": {
+        "transform": "fp8rl_jax.rollout.noise:on_norms",
+        "start": 1e-2,
+        "end": 1e-4,
+        "stages": 10.0,
+        "qerl.base": "w4a16",
+        "weight": "nvfp4",
+        "rank": 32,
+        "lora.base": "rollout",
+        "filter": True,
+        "schedule": "cosine",
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.2,
+        "learning_rate": 1e-5,
+    },
     "topr": {"objective": "experiments/recipes/topr.py:topr", "most": 1.0},
     "my_fp8": {
         "base": "fp8-e2e-kv",
@@ -80,7 +101,11 @@ def test_other_overlays_change_what_they_are_for(name):
     before, after = load(*overlay[1:]), load(*overlay)
     changed = {key: after[key] for key in after if before.get(key) != after[key]}
     of_layers = [changed.pop(key) for key in list(changed) if ".layers." in key]
-    assert {key.split(".")[-1]: value for key, value in changed.items()} == OTHERS[name]
+    named = {
+        next((end for end in OTHERS[name] if f".{key}".endswith(f".{end}")), key): value
+        for key, value in changed.items()
+    }
+    assert named == OTHERS[name]
     assert of_layers == ["compute"] * (name == "my_fp8")
 
 

@@ -16,10 +16,12 @@ from fp8rl_jax.config.recipe import PrecisionConfig
 from fp8rl_jax.config.run import RolloutConfig, RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.functions import register
+from fp8rl_jax.rollout.noise import level
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.sync import SyncContext, transformed
 
 FILE = Path(__file__).with_name("toy_transform.py")
+NOISE = "fp8rl_jax.rollout.noise:on_norms"
 NOISY = {
     "rollout": {
         "transform": f"{FILE}:noisy_norms",
@@ -50,6 +52,44 @@ def test_the_served_copy_is_changed_and_the_masters_are_not(recipe, unroll):
     prompts, sampling = make_prompts(), Sampling(4)
     rollout = engine.generate(prompts, 2, sampling, key)
     assert jnp.isfinite(rollout.policy_logprobs).all()
+
+
+def test_noise_falls_by_stages_and_is_on_the_norms_alone():
+    # sigma_trend of NVlabs/QeRL at e8c6e79 for 1e-2, 1e-4 and 10 stages, and get_sigma_by_step: the
+    # first tenth of the steps has none, and the last stage goes on behind the end
+    wanted = [0.0] + [1e-2 * 10 ** (-i / 4) for i in range(9)]
+    steps = [0, 9, 10, 19, 20, 50, 89, 90, 99, 100, 200]
+    stages = [0, 0, 1, 1, 2, 5, 8, 9, 9, 9, 9]
+    found = [float(level(step, 100, 1e-2, 1e-4, 10)) for step in steps]
+    np.testing.assert_allclose(found, [wanted[stage] for stage in stages], rtol=1e-6)
+    assert float(level(5, 0, 1e-2, 1e-4, 10)) == 0
+    policy, key = make_engine("fp8-rl").policy, jax.random.key(3)
+    arguments = {"start": 0.1, "end": 1e-3, "stages": 10}
+
+    def served(step, key):
+        return transformed(policy, SyncContext(step, key, None, 100), NOISE, arguments)
+
+    jax.tree.map(np.testing.assert_array_equal, served(9, key), policy)
+    other = served(10, key)
+    changed = []
+    for (path, one), two in zip(
+        jax.tree.leaves_with_path(policy), jax.tree.leaves(other), strict=True
+    ):
+        if "layernorm" in (name := jax.tree_util.keystr(path)) or ".norm" in name:
+            changed.append(np.asarray(two - one))
+        else:
+            np.testing.assert_array_equal(one, two)
+    draws = np.stack(changed)
+    assert len(draws) == 2 * policy.config.num_layers + 1
+    assert draws.std() == pytest.approx(0.1, rel=0.1)
+    assert np.abs(np.corrcoef(draws) - np.eye(len(draws))).max() < 0.4  # each has its own
+    jax.tree.map(np.testing.assert_array_equal, served(10, key), other)
+    for wrong, message in (
+        ({"start": 0.0}, "start = 0 must be above 0"),
+        ({"stages": 2}, "stages = 2 must be a whole number, at least 3"),
+    ):
+        with pytest.raises(UserError, match=rf"rollout\.transform_args: {message}"):
+            transformed(policy, SyncContext(10, key, None, 100), NOISE, wrong)
 
 
 def test_a_run_serves_it_says_so_and_goes_on_bit_for_bit(tmp_path):
