@@ -55,6 +55,12 @@ COMMANDS = {
         "two recipes or checkpoints, or a rollout and its trainer, layer by layer",
         "compare:compare",
     ),
+    "gate": Command(
+        "one rollout and no update: is the mismatch what it should be, and if not, why",
+        "gate:gate",
+        reads_toml=True,
+        of_trained=True,
+    ),
     "plan": Command(
         "what a run needs of a device's memory, and what would make it fit",
         "commands:plan",

@@ -150,6 +150,14 @@ class Side:
         decode = self.phase == "rollout"
         return _logprobs(self.served, hidden, tokens, temperature, decode=decode)
 
+    def final(self, tokens: Tokens) -> Float[Array, "p t hidden"]:
+        """Run all layers: the hidden states, normed, that predict the completions' tokens."""
+        x = self.embed(tokens)
+        for i in range(self.served.config.num_layers):
+            kept = self.run(i, x, tokens)
+            x = Parts(kept.prompt["output"], kept.completion["output"])
+        return _predicting(self.norm(x), tokens)
+
     def tensor(self, i: int | None, name: str) -> np.ndarray | QTensor:
         """Fetch a tensor of layer i, or one outside of the layers, as it is multiplied.
 
@@ -266,10 +274,15 @@ def _norm(policy: Policy, x: Parts, *, decode: bool):
     return norm(x.prompt), jnp.moveaxis(jax.lax.map(norm, by_token)[:, :, 0], 0, 1)
 
 
+def _predicting(x: Parts, tokens: Tokens) -> Float[Array, "p t hidden"]:
+    """Of the positions in front of each token of the completions."""
+    last = jnp.take_along_axis(x.prompt, (tokens.prompt_lengths - 1)[:, None, None], axis=1)
+    return jnp.concatenate([last, x.completion[:, :-1]], axis=1)
+
+
 @partial(jax.jit, static_argnames=("temperature", "decode"))
 def _logprobs(policy: Policy, x: Parts, tokens: Tokens, temperature: float, *, decode: bool):
-    last = jnp.take_along_axis(x.prompt, (tokens.prompt_lengths - 1)[:, None, None], axis=1)
-    hidden = jnp.concatenate([last, x.completion[:, :-1]], axis=1)
+    hidden = _predicting(x, tokens)
     if not decode:
         return token_logprobs(hidden, policy, tokens.completions, temperature)[0]
 

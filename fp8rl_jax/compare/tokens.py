@@ -127,13 +127,19 @@ def halves(tokens: list[int]) -> Row:
 
 
 def of_rollout(rollout: Rollout, most: int) -> list[Row]:
-    """List up to `most` rows of a rollout, of as many prompts as there are."""
+    """List up to `most` rows of a rollout, of as many prompts as there are; recorded are the
+    rollout's own log-probabilities."""
     lengths = np.asarray(rollout.prompts.lengths)
     samples = len(rollout.tokens) // len(lengths)
     order = np.arange(len(rollout.tokens)).reshape(-1, samples).T.reshape(-1)
-    prompts, tokens, mask = map(np.asarray, (rollout.prompts.tokens, rollout.tokens, rollout.mask))
+    host = rollout.prompts.tokens, rollout.tokens, rollout.policy_logprobs, rollout.mask
+    prompts, tokens, logprobs, mask = map(np.asarray, host)
     rows = (
-        Row(prompts[i // samples, : lengths[i // samples]].tolist(), tokens[i, mask[i]].tolist())
+        Row(
+            prompts[i // samples, : lengths[i // samples]].tolist(),
+            tokens[i, mask[i]].tolist(),
+            logprobs[i, mask[i]].tolist(),
+        )
         for i in order[:most]
     )
     return [row for row in rows if row.completion]

@@ -26,7 +26,7 @@ from fp8rl_jax.config.formats import COMPUTE
 from fp8rl_jax.config.recipe import LinearFormats, Recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.run import RunConfig
-from fp8rl_jax.config.training import OptimizerConfig
+from fp8rl_jax.config.training import OptimizerConfig, TrainerConfig
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
@@ -126,6 +126,13 @@ def step_config(config: RunConfig, recipe: Recipe) -> StepConfig:
     )
 
 
+def micro_batches(trainer: TrainerConfig, prompts: int) -> int:
+    """Count the parts in which a whole rollout of so many prompts is run where no update splits
+    it."""
+    part = prompts // trainer.updates_per_rollout
+    return part // (trainer.micro_batch_prompts or part) * trainer.updates_per_rollout
+
+
 class Learner:
     """The optimizer, the reference policy, and what the compiled update is specialised to.
 
@@ -158,9 +165,8 @@ class Learner:
         self.schedule = learning_rate(optimizer, updates)
 
     def micro_batches(self, prompts: int) -> int:
-        """Count the parts in which a whole rollout is run where no update splits it."""
-        part = prompts // self.count
-        return part // (self.trainer.micro_batch_prompts or part) * self.count
+        """`micro_batches` of this run's trainer."""
+        return micro_batches(self.trainer, prompts)
 
     def narrow(self, batch: Batch, parts: int) -> Narrowed:
         """Bring a batch into the form that the model runs on, in `parts` micro-batches."""

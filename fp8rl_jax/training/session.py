@@ -84,18 +84,18 @@ from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.training.adapters import adapt, restored, to_save
 from fp8rl_jax.training.advantages import lengths_of, read_rewards, sample_advantages, select_rows
-from fp8rl_jax.training.batch import Batch, bucket
+from fp8rl_jax.training.batch import Batch, bucket, narrow, untrim
 from fp8rl_jax.training.carry_over import CarryOver
 from fp8rl_jax.training.checkpoint import Checkpoints, difference
 from fp8rl_jax.training.checks import check_policy, make_sampling, with_exact_decided
 from fp8rl_jax.training.experience import Entering, Experience, episode_experience, play
 from fp8rl_jax.training.keys import rollout_key, sample_key, selection_key
-from fp8rl_jax.training.learner import Learner, step_config
+from fp8rl_jax.training.learner import Learner, micro_batches, step_config
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.prompts import Prompt, PromptEncoder
 from fp8rl_jax.training.serving import Serving
 from fp8rl_jax.training.state import TrainState, init_state, make_optimizer, sharded_state
-from fp8rl_jax.training.step import batch_logprobs, supervised_update
+from fp8rl_jax.training.step import batch_logprobs, batch_scores, supervised_update
 from fp8rl_jax.training.stopping import deferred
 from fp8rl_jax.weights.load import rollout_form, save_policy
 from fp8rl_jax.weights.peft_format import save_adapters
@@ -539,6 +539,19 @@ class Session:
             self._carry_over.progress = None
         self.serving.begin()
         self._started(optimizer, updates)
+
+    @_on_mesh
+    def score(self, rollout: Experience) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
+        """Compute the trainer's log-probabilities of a rollout's tokens, as `update` does before it
+        learns, and the entropies in nats of the distributions that they are of."""
+        config = step_config(self.config, self.recipe)
+        batch = rollout.batch(config.rl, self.config.samples_truncated())
+        parts = micro_batches(self.config.trainer, rollout.prompts_in_batch)
+        narrowed = narrow(batch, self.config.trainer, parts, self.mesh).batch
+        config = replace(config, micro_batches=parts)
+        found = batch_scores(self.weights, narrowed, config)
+        one, other = (untrim(x, batch.tokens.shape[1]) for x in found)
+        return one, other
 
     @_on_mesh
     def logprobs(

@@ -140,11 +140,23 @@ def batch_logprobs(policy: Policy, batch: Batch, config: StepConfig) -> Float[Ar
 
     The old and the reference policy's log-probabilities of an update.
     """
+    return _by_micro_batch(policy, batch, config, lambda found: found[0])
+
+
+@partial(jax.jit, static_argnames="config")
+def batch_scores(
+    policy: Policy, batch: Batch, config: StepConfig
+) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
+    """Compute the log-probabilities of `batch_logprobs`, and entropies in nats beside them."""
+    return _by_micro_batch(policy, batch, config, lambda found: found[:2])
+
+
+def _by_micro_batch(policy: Policy, batch: Batch, config: StepConfig, take: Callable) -> Any:
     parts = jax.lax.map(
-        lambda micro: completion_logprobs(policy, micro, config)[0],
+        lambda micro: take(completion_logprobs(policy, micro, config)),
         split_batch(batch, config.micro_batches),
     )
-    return parts.reshape(batch.tokens.shape)
+    return jax.tree.map(lambda x: x.reshape(batch.tokens.shape), parts)
 
 
 @partial(jax.jit, static_argnames="config")

@@ -44,19 +44,23 @@ def make_engine(
     return engine
 
 
-def full_logits(engine: LocalEngine, rollout) -> np.ndarray:
+def full_logits(policy, rollout) -> np.ndarray:
     """[b, t, vocab] float64 logits that predict the completion tokens: prompt and completion as one
-    row, no cache."""
+    row, no cache.
+
+    policy: in either side's form; or an engine, for what it serves.
+    """
+    policy = getattr(policy, "policy", policy)
     tokens, lengths = np.asarray(rollout.tokens), np.asarray(rollout.prompts.lengths)
     rows, width = tokens.shape
     n = rows // len(lengths)
-    joined = np.zeros((rows, WIDTH + width), np.int32)
+    joined = np.zeros((rows, rollout.prompts.tokens.shape[1] + width), np.int32)
     for b in range(rows):
         start = lengths[b // n]
         joined[b, :start] = rollout.prompts.tokens[b // n, :start]
         joined[b, start : start + width] = tokens[b]
-    hidden = _hidden(engine.policy, joined)
-    logits = np.asarray(hidden, np.float64) @ np.asarray(engine.policy.head, np.float64).T
+    hidden = _hidden(policy, joined)
+    logits = np.asarray(hidden, np.float64) @ np.asarray(policy.head, np.float64).T
     return np.stack(
         [logits[b, lengths[b // n] - 1 : lengths[b // n] - 1 + width] for b in range(rows)]
     )
