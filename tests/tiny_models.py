@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
-from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
+from fp8rl_jax.models.config import ExpertsConfig, LatentConfig, PolicyConfig
 from fp8rl_jax.models.rope import LinearRopeScaling, YarnRopeScaling
 from fp8rl_jax.tokenizers.tokenizer import HFTokenizer, load_tokenizer
 from fp8rl_jax.weights.hf_config import config_json
@@ -115,6 +115,30 @@ GLM = PolicyConfig(
     partial_rotary_factor=0.5,
     attention_bias=True,
     use_qk_norm=True,
+)
+
+# no two widths of latent attention are equal, and its norms have another eps than the others
+DEEPSEEK = PolicyConfig(
+    architecture="deepseek_v3",
+    vocab_size=40,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=24,
+    rms_norm_eps=1e-3,
+    rope_theta=10000.0,
+    rope_scaling=YarnRopeScaling(
+        4.0,
+        original_max_position_embeddings=64,
+        beta_fast=8.0,
+        beta_slow=0.5,
+        mscale=0.7,
+        mscale_all_dim=1.0,
+    ),
+    experts=dataclasses.replace(GLM.experts, shared=1),
+    latent=LatentConfig(rank=32, rotary_dim=8, value_dim=20, query_rank=40),
 )
 
 

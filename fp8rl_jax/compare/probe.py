@@ -81,12 +81,12 @@ class ProbedLayer(TransformerLayer):
         self.kept[name] = value
         return self.given[name].astype(value.dtype) if name in self.given else value
 
-    def norm(self, x, weight):
+    def norm(self, x, weight, eps=None):
         """Apply a norm, and keep what enters and leaves it."""
         if weight is None:
             return x
         name = self._names[id(weight)]
-        return self.take(f"{name}.out", super().norm(self.take(f"{name}.in", x), weight))
+        return self.take(f"{name}.out", super().norm(self.take(f"{name}.in", x), weight, eps))
 
     def project(self, x, *weights):
         """Multiply with each weight, and keep input, operands and results."""

@@ -156,15 +156,8 @@ class LayerFormats:
                 )
 
 
-LINEARS = (
-    "*.q_proj",
-    "*.k_proj",
-    "*.v_proj",
-    "*.o_proj",
-    "*.gate_proj",
-    "*.up_proj",
-    "*.down_proj",
-)
+LINEARS = ("*",)
+"""Every linear: of embeddings, output head, norms and routers there is none among them."""
 
 
 @dataclass(frozen=True)

@@ -263,16 +263,21 @@ CachePart = tuple[Array, Array, Array | None]
 
 
 class Operations(Protocol):
-    """What attention asks of its layer, where a probe looks at it (compare.probe)."""
+    """What a mixer asks of its layer, where a probe looks at it (compare.probe)."""
 
-    def norm(self, x: Array, weight: Tensor | None) -> Array: ...
+    def norm(self, x: Array, weight: Tensor | None, eps: float | None = None) -> Array: ...
 
     def project(self, x: Array, *weights: Tensor) -> list[Array]: ...
+
+    def project_cached(self, x: Array, weight: Tensor) -> Array: ...
 
 
 class Attention:
     """Grouped-query attention of one layer as a function of (x, weights, completion cache, inputs),
     for a call whose tokens, positions and cache are given.
+
+    A subclass says what the cache keeps of a token (`entries`, of the sizes `PolicyConfig.cached`),
+    how that is rounded (`stored`), and what attention takes of it (`operands`).
 
     Args:
         operations: norms and products of the layer.
@@ -313,56 +318,40 @@ class Attention:
         self, x: Array, layer: Layer, part: CachePart | None, inputs: LayerInputs
     ) -> tuple[Array, tuple[Array, Array], Any]:
         """Compute attention's output, the keys and values that it leaves, and what is observed."""
-        (b, t, _), compute = x.shape, self.compute
-        norm, project = self.operations.norm, self.operations.project
+        t, compute = x.shape[1], self.compute
         completion = None if part is None else self.layer_cache(*part)
-        products = project(x, layer.q_proj, layer.k_proj, layer.v_proj)
-        q, k, v = map(self.heads, products, (layer.q_bias, layer.k_bias, layer.v_bias))
-        q, k = (self.pairs_apart(norm(y, w)) for y, w in ((q, layer.q_norm), (k, layer.k_norm)))
+        q, k, v = self.entries(x, layer)
         rope = self.rope
         if inputs.frequencies is not None:
             rope = self.rope_tables(inputs.frequencies)
         if (
             completion is not None
             and t == 1
-            and compute.decodes_in_kernels
+            and self.decodes_in_kernels(compute)
             and self.observe is None
         ):
             out, written = self.decode((q, k, v), rope, completion, inputs, x.dtype)
-            return project(out.reshape(b, 1, -1), layer.o_proj)[0], written, None
-        q, k = compute.rotate(q, rope), compute.rotate(k, rope)
+            return self.output(out, layer), written, None
+        q, k = self.rotated(q, rope), self.rotated(k, rope)
         scales, observed = inputs.scales, None
         if self.observe is not None:
             real = (self.segment_ids > 0)[..., None, None]
             observed, scales = self.observe(q, k, v, real, scales)
-        sq = sk = sv = None
         if compute.key.calibrated:
-            assert scales is not None
-            sq, sk, sv = scales
-            k, v = quantize_heads(k, sk, compute.key), quantize_heads(v, sv, compute.value)
-            if compute.query.quantized:
-                q = quantize_heads(q, sq, compute.query)
-            else:
-                sq = None
+            q, k, v, score_scale, value_scale = self.stored(q, k, v, scales)
         else:
             q, k = self.simulated(q, compute.query), self.simulated(k, compute.key)
             v = self.simulated(v, compute.value, turned=False)
+            scales, score_scale, value_scale = None, self.config.score_scale, 1.0
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-        score_scale = combine_score_scales(self.config.score_scale, sq, sk)
-        value_scale = 1.0 if sv is None else sv
+        operands = partial(self.operands, layer=layer, scales=scales)
         if completion is None and self.chunk:
-            blocks = self.token_keys(k, v, inputs.prefix)
+            q, blocks = operands(q, self.token_keys(k, v, inputs.prefix))
+            window, attend = inputs.window, compute.attend
             out = attend_in_chunks(
-                q,
-                blocks,
-                inputs.window,
-                score_scale,
-                value_scale,
-                x.dtype,
-                self.chunk,
-                compute.attend,
+                q, blocks, window, score_scale, value_scale, x.dtype, self.chunk, attend
             )
-            return project(out.reshape(b, t, -1), layer.o_proj)[0], (k, v), observed
+            return self.output(out, layer), (k, v), observed
         blocks = []
         if inputs.prefix is not None:
             blocks.append(KeyBlock(*inputs.prefix, self.prefix_mask(inputs.window)))
@@ -374,8 +363,53 @@ class Attention:
         else:
             written = completion.write(k, v)
             blocks += completion.blocks(*written, t, inputs.window)
-        out = compute.attend(q, blocks, score_scale, value_scale, x.dtype).reshape(b, t, -1)
-        return project(out, layer.o_proj)[0], written, observed
+        q, blocks = operands(q, blocks)
+        out = compute.attend(q, blocks, score_scale, value_scale, x.dtype)
+        return self.output(out, layer), written, observed
+
+    @staticmethod
+    def decodes_in_kernels(compute: Compute) -> bool:
+        """Whether a decode step takes `decode`, and not the operations of a prefill."""
+        return compute.decodes_in_kernels
+
+    def entries(self, x: Array, layer: Layer) -> tuple[Array, Array, Array]:
+        """Compute queries, and the keys and values that the cache keeps, before rotation.
+
+        Each is [b, t, heads, dim] with sizes of its own, pairs that turn together half of the
+        rotated dimensions apart.
+        """
+        norm, project = self.operations.norm, self.operations.project
+        products = project(x, layer.q_proj, layer.k_proj, layer.v_proj)
+        q, k, v = map(self.heads, products, (layer.q_bias, layer.k_bias, layer.v_bias))
+        q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
+        return self.pairs_apart(q), self.pairs_apart(k), v
+
+    def rotated(self, x: Array, rope: tuple[Array, Array]) -> Array:
+        """Turn queries or keys by their positions."""
+        return self.compute.rotate(x, rope)
+
+    def stored(
+        self, q: Array, k: Array, v: Array, scales
+    ) -> tuple[Array, Array, Array, Array | float, Array | float]:
+        """Quantize for a cache with calibrated scales; and the factors of scores and of values."""
+        assert scales is not None
+        compute, (sq, sk, sv) = self.compute, scales
+        k, v = quantize_heads(k, sk, compute.key), quantize_heads(v, sv, compute.value)
+        if compute.query.quantized:
+            q = quantize_heads(q, sq, compute.query)
+        else:
+            sq = None
+        return q, k, v, combine_score_scales(self.config.score_scale, sq, sk), sv
+
+    def operands(
+        self, q: Array, blocks: list[Any], layer: Layer, scales
+    ) -> tuple[Array, list[Any]]:
+        """Give what attention multiplies: the queries, and what the cache keeps."""
+        return q, blocks
+
+    def output(self, out: Array, layer: Layer) -> Array:
+        """Project the heads [b, t, heads, dim] that were attended to."""
+        return self.operations.project(out.reshape(*out.shape[:2], -1), layer.o_proj)[0]
 
     def layer_cache(self, keys: Array, values: Array, index: Array | None) -> LayerCache:
         """Give a layer's part of the completion cache its methods."""
@@ -453,7 +487,7 @@ class Attention:
         out = decode_attention(
             q, tuple(caches), score_scale, sq, sk, sv, window, dtype, backend=compute.backend
         )
-        return out, written
+        return out[:, None], written
 
     def token_keys(self, k: Array, v: Array, prefix) -> list[TokenBlock]:
         """List the blocks of keys as chunked attention takes them."""

@@ -113,12 +113,14 @@ def empty_block(
 def empty_cache(
     config: PolicyConfig, rows: int, slots: int, dtype: jnp.dtype, stacked: bool
 ) -> tuple[Any, Any]:
-    """Make keys and values of zeros, [rows, kv_heads, slots, head_dim] of each layer."""
-    shape = (rows, config.num_kv_heads, slots, config.head_dim)
+    """Make keys and values of zeros, [rows, heads, slots, dim] of each layer, as
+    `PolicyConfig.cached` has them."""
 
-    def make():
+    def make(heads: int, dim: int):
+        shape = (rows, heads, slots, dim)
         if stacked:
             return jnp.zeros((config.num_layers, *shape), dtype)
         return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
 
-    return make(), make()
+    keys, values = config.cached
+    return make(*keys), make(*values)

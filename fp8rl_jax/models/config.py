@@ -103,9 +103,47 @@ class ExpertsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (MLA, arXiv 2405.04434, section 2.1): keys and values of all
+    heads are made of one latent a token, and of one rotated key that the heads share.
+
+    Attributes:
+        rank: numbers of a token's latent (`kv_lora_rank`).
+        rotary_dim: of a head's query, and of the key that the heads share (`qk_rope_head_dim`); the
+            rest of `PolicyConfig.head_dim` comes first and is not rotated (`qk_nope_head_dim`).
+        value_dim: of a head (`v_head_dim`).
+        query_rank: numbers that the queries of all heads are made of (`q_lora_rank`); None: they
+            are made of the hidden states.
+        interleaved: dimensions that turn together are neighbours (`rope_interleave`), not half of
+            the rotated ones apart.
+    """
+
+    rank: int
+    rotary_dim: int
+    value_dim: int
+    query_rank: int | None = None
+    interleaved: bool = True
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "kv_lora_rank": self.rank,
+            "qk_rope_head_dim": self.rotary_dim,
+            "v_head_dim": self.value_dim,
+            "q_lora_rank": 1 if self.query_rank is None else self.query_rank,
+        }
+        for key, value in sizes.items():
+            if not 0 < value <= _LARGEST_SIZE:
+                raise UserError(f"{key} must be from 1 to {_LARGEST_SIZE}, got {value}")
+        if self.rotary_dim % 2:
+            raise UserError(
+                f"qk_rope_head_dim must be even for rotary positions, got {self.rotary_dim}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class PolicyConfig:
-    """A decoder-only transformer with grouped-query attention, rotary positions, RMSNorm and a
-    gated feed-forward layer.
+    """A decoder-only transformer with grouped-query or latent attention, rotary positions, RMSNorm
+    and a gated feed-forward layer.
 
     `architecture` is one of `FAMILIES`. It decides what has no field of its own (`family`): biases,
     norms, the activation. Sizes are counts, `rope_theta` is the base of the rotary wavelengths,
@@ -116,7 +154,8 @@ class PolicyConfig:
     `local_rope_theta` as the base of their wavelengths, without `rope_scaling`. Where the family
     leaves it open (`Family.options`), `partial_rotary_factor` says which part of a head's
     dimensions, from the first on, is rotated, and `attention_bias` and `use_qk_norm` whether q, k
-    and v have biases, q and k norms; None: as the family has it.
+    and v have biases, q and k norms; None: as the family has it. With `latent` attention `head_dim`
+    is that of queries and keys, and every head has keys of its own.
 
     Raises:
         UserError: sizes that do not fit each other, naming the key of config.json.
@@ -146,6 +185,7 @@ class PolicyConfig:
     partial_rotary_factor: float = 1.0
     attention_bias: bool | None = None
     use_qk_norm: bool | None = None
+    latent: LatentConfig | None = None
 
     def __post_init__(self) -> None:
         if self.architecture not in FAMILIES:
@@ -213,6 +253,22 @@ class PolicyConfig:
                 f"num_experts: architecture {self.architecture!r} and experts {self.experts} do "
                 "not go together"
             )
+        if (self.latent is not None) != family.latent:
+            raise UserError(
+                f"kv_lora_rank: architecture {self.architecture!r} and latents {self.latent} do "
+                "not go together"
+            )
+        if self.latent is not None:
+            if self.num_kv_heads != self.num_heads:
+                raise UserError(
+                    f"num_key_value_heads ({self.num_kv_heads}) must be num_attention_heads "
+                    f"({self.num_heads}): each head makes its own keys of the latent"
+                )
+            if self.head_dim <= self.latent.rotary_dim:
+                raise UserError(
+                    "qk_nope_head_dim must be positive, got "
+                    f"{self.head_dim - self.latent.rotary_dim}"
+                )
         if self.sliding_window is not None and family.window == "none":
             raise UserError(
                 f"sliding_window {self.sliding_window}: {self.architecture!r} attends fully; "
@@ -270,13 +326,28 @@ class PolicyConfig:
 
     @property
     def q_size(self) -> int:
-        """Output width of q_proj and input width of o_proj: num_heads * head_dim."""
+        """Width of the queries of all heads: num_heads * head_dim."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
         """Output width of k_proj and of v_proj: num_kv_heads * head_dim."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def attended_size(self) -> int:
+        """Input width of o_proj: what attention gives for all heads."""
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+
+    @property
+    def cached(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """What a layer's cache keeps of a token: (heads, dim) of its keys and of its values.
+
+        With latent attention they are the rotated key and the latent, each as of a single head.
+        """
+        if self.latent is None:
+            return (self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+        return (1, self.latent.rotary_dim), (1, self.latent.rank)
 
     @property
     def family(self) -> Family:
@@ -295,7 +366,9 @@ class PolicyConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that are rotated, from the first on."""
+        """Dimensions of a head that are rotated: the first ones, with latent attention the last."""
+        if self.latent is not None:
+            return self.latent.rotary_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
@@ -305,6 +378,12 @@ class PolicyConfig:
         return self.experts
 
     @property
+    def latents(self) -> LatentConfig:
+        """The latents of a model that has some."""
+        assert self.latent is not None
+        return self.latent
+
+    @property
     def embedding_scale(self) -> float | None:
         """What embeddings are multiplied by, in the compute dtype, or None."""
         return self.hidden_size**0.5 if self.family.scales_embeddings else None
@@ -312,7 +391,10 @@ class PolicyConfig:
     @property
     def score_scale(self) -> float:
         """What attention scores are multiplied by."""
-        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+        scale = (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+        if self.latent is None or not isinstance(self.rope_scaling, YarnRopeScaling):
+            return scale
+        return scale * self.rope_scaling.score_factor
 
     @property
     def dense_layers(self) -> tuple[int, ...]:

@@ -53,6 +53,12 @@ class Family:
     """What transformers assumes where config.json leaves norm_topk_prob out."""
     first_sparse: int = 0
     """The same of first_k_dense_replace."""
+    expert_groups: tuple[int, int] = (1, 1)
+    """The same of n_group and topk_group."""
+    expert_scale: float = 1.0
+    """The same of routed_scaling_factor."""
+    latent: bool = False
+    """Attention is multi-head latent attention (models/latent.py)."""
     norm_offset: float = 0.0
     """What is added to the weight of every RMSNorm: Gemma stores the distance from 1."""
     post_norms: bool = False
@@ -69,6 +75,8 @@ class Family:
     """Layers with a window have a base of wavelengths of their own (rope_local_base_freq)."""
     predicts_ahead: bool = False
     """Checkpoints have layers behind the last, which predict further tokens: they are not read."""
+    other_types: tuple[str, ...] = ()
+    """Further `model_type`s of models that are of this class."""
 
 
 FAMILIES = {
@@ -126,5 +134,20 @@ FAMILIES = {
         normalize_experts=True,
         first_sparse=1,
         predicts_ahead=True,
+    ),
+    # arXiv 2412.19437; Moonlight and Kimi K2 (arXiv 2507.20534) are of the same class
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        4096,
+        special_tokens=(0, 1, None),
+        window="none",
+        routing="sigmoid",
+        normalize_experts=True,
+        first_sparse=3,
+        expert_groups=(8, 4),
+        expert_scale=2.5,
+        latent=True,
+        predicts_ahead=True,
+        other_types=("kimi_k2",),
     ),
 }

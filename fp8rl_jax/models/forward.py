@@ -11,8 +11,8 @@ from a second definition of the model.
     pages     any number of tokens a row, pages            the rollout's form; writes them behind a
                                                            row's own
 
-From top to bottom: one layer (its mixer, models/attention.py, then a feed-forward layer or
-experts), the whole pass, the stack of layers.
+From top to bottom: one layer (its mixer, models/attention.py or models/latent.py, then a
+feed-forward layer or experts), the whole pass, the stack of layers.
 """
 
 from __future__ import annotations
@@ -36,10 +36,16 @@ from fp8rl_jax.models.attention import (
 )
 from fp8rl_jax.models.cache import KVBlock, KVCache, Pages
 from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.latent import LatentAttention
 from fp8rl_jax.models.moe import mixture
 from fp8rl_jax.models.policy import FeedForward, Layer, Policy, Tensor, equal_runs, run_of_layers
 from fp8rl_jax.precision import Compute, as_weight
 from pallas_kernels.matmul import flatten_many_rows
+
+
+def mixer_of(config: PolicyConfig) -> type[Attention]:
+    """Find what mixes the tokens of a layer."""
+    return Attention if config.latent is None else LatentAttention
 
 
 class TransformerLayer:
@@ -57,7 +63,7 @@ class TransformerLayer:
         observe: Callable[..., Any] | None = None,
     ):
         self.config, self.compute, self.positions = config, compute, positions
-        self.mixer = Attention(
+        self.mixer = mixer_of(config)(
             self, config, compute, positions, segment_ids, cache, prefix_ids, observe
         )
 
@@ -75,14 +81,13 @@ class TransformerLayer:
             mixed, routes = self.mixture(normed, layer, inputs.routes)
         return add(x, self.norm(mixed, after_mlp)), LayerOutputs(block, observed, routes)
 
-    def norm(self, x: Array, weight: Tensor | None) -> Array:
+    def norm(self, x: Array, weight: Tensor | None, eps: float | None = None) -> Array:
         """RMSNorm over the last axis; x itself where the layer has no such norm."""
         if weight is None:
             return x
         config = self.config
-        return self.compute.rms_norm(
-            x, weight.value, config.rms_norm_eps, config.family.norm_offset
-        )
+        eps = config.rms_norm_eps if eps is None else eps
+        return self.compute.rms_norm(x, weight.value, eps, config.family.norm_offset)
 
     def project(self, x: Array, *weights: Tensor) -> list[Array]:
         """Multiply x by each weight.
@@ -98,6 +103,10 @@ class TransformerLayer:
             product = weight.multiply(prepared[kind], x.dtype, self.compute)
             out.append(product.reshape(*x.shape[:-1], -1))
         return out
+
+    def project_cached(self, x: Array, weight: Tensor) -> Array:
+        """Multiply what the cache keeps, [rows, slots, n]."""
+        return TransformerLayer.project(self, x, weight)[0]
 
     def prepare(self, x: Array, weight: Any) -> Any:
         """Bring x into the form that `weight` multiplies."""

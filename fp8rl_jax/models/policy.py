@@ -113,6 +113,12 @@ class Layer(nnx.Module):
     q_bias: Tensor | None
     k_bias: Tensor | None
     v_bias: Tensor | None
+    q_a_proj: Tensor | None
+    q_a_layernorm: Tensor | None
+    q_b_proj: Tensor
+    kv_a_proj_with_mqa: Tensor
+    kv_a_layernorm: Tensor
+    kv_b_proj: Tensor
     experts: FeedForward | None
     shared_experts: FeedForward | None
 

@@ -125,10 +125,10 @@ class YarnRopeScaling(RopeScaling):
                 "rope_scaling.original_max_position_embeddings must be positive, got "
                 f"{self.original_max_position_embeddings}"
             )
-        if not 0 < self.beta_slow < self.beta_fast:
+        if not 0 < self.beta_slow <= self.beta_fast:
             raise UserError(
-                f"rope_scaling.beta_slow ({self.beta_slow}) must be positive and below beta_fast "
-                f"({self.beta_fast})"
+                f"rope_scaling.beta_slow ({self.beta_slow}) must be positive and not above "
+                f"beta_fast ({self.beta_fast})"
             )
         for key in ("attention_factor", "mscale", "mscale_all_dim"):
             value = getattr(self, key)
@@ -139,13 +139,18 @@ class YarnRopeScaling(RopeScaling):
     def amplitude(self) -> float:
         if self.attention_factor is not None:
             return self.attention_factor
-
-        def magnitude(scale: float) -> float:
-            return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
-
         if self.mscale and self.mscale_all_dim:
-            return magnitude(self.mscale) / magnitude(self.mscale_all_dim)
-        return magnitude(1.0)
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """What DeepSeek's attention scores are multiplied by, besides: `mscale_all_dim` is for all
+        dimensions of queries and keys, rotated or not."""
+        return self._magnitude(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _magnitude(self, scale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
 
     def rescaled(self, frequencies, theta):
         half = len(frequencies)

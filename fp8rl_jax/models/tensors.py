@@ -87,30 +87,46 @@ def _shares(config: PolicyConfig) -> bool:
     return config.experts is not None and config.experts.shared > 0
 
 
+def _has_latents(config: PolicyConfig) -> bool:
+    return config.latent is not None
+
+
+def _has_query_latents(config: PolicyConfig) -> bool:
+    return config.latent is not None and config.latent.query_rank is not None
+
+
+def _query_rank(config: PolicyConfig) -> int:
+    assert config.latents.query_rank is not None
+    return config.latents.query_rank
+
+
 TENSORS: dict[str, Tensor] = {
     "q_proj": Tensor(
         "self_attn.q_proj.weight",
         "linear",
         ("heads", "embed"),
         lambda c: (c.q_size, c.hidden_size),
+        there=lambda c: not _has_query_latents(c),
     ),
     "k_proj": Tensor(
         "self_attn.k_proj.weight",
         "linear",
         ("kv_heads", "embed"),
         lambda c: (c.kv_size, c.hidden_size),
+        there=lambda c: c.latent is None,
     ),
     "v_proj": Tensor(
         "self_attn.v_proj.weight",
         "linear",
         ("kv_heads", "embed"),
         lambda c: (c.kv_size, c.hidden_size),
+        there=lambda c: c.latent is None,
     ),
     "o_proj": Tensor(
         "self_attn.o_proj.weight",
         "linear",
         ("embed", "heads"),
-        lambda c: (c.hidden_size, c.q_size),
+        lambda c: (c.hidden_size, c.attended_size),
         into_residual=True,
     ),
     "gate_proj": _feed_forward("gate_proj"),
@@ -171,6 +187,52 @@ TENSORS: dict[str, Tensor] = {
         layers="sparse",
         there=_shares,
         into_residual=True,
+    ),
+    "q_a_proj": Tensor(
+        "self_attn.q_a_proj.weight",
+        "linear",
+        ("latent", "embed"),
+        lambda c: (_query_rank(c), c.hidden_size),
+        there=_has_query_latents,
+    ),
+    "q_a_layernorm": Tensor(
+        "self_attn.q_a_layernorm.weight",
+        "norm",
+        ("norm",),
+        lambda c: (_query_rank(c),),
+        there=_has_query_latents,
+    ),
+    "q_b_proj": Tensor(
+        "self_attn.q_b_proj.weight",
+        "linear",
+        ("heads", "latent"),
+        lambda c: (c.q_size, _query_rank(c)),
+        there=_has_query_latents,
+    ),
+    "kv_a_proj_with_mqa": Tensor(
+        "self_attn.kv_a_proj_with_mqa.weight",
+        "linear",
+        ("latent", "embed"),
+        lambda c: (c.latents.rank + c.latents.rotary_dim, c.hidden_size),
+        there=_has_latents,
+    ),
+    "kv_a_layernorm": Tensor(
+        "self_attn.kv_a_layernorm.weight",
+        "norm",
+        ("norm",),
+        lambda c: (c.latents.rank,),
+        there=_has_latents,
+    ),
+    # of each head the rows that make its key come first, then those of its value
+    "kv_b_proj": Tensor(
+        "self_attn.kv_b_proj.weight",
+        "linear",
+        ("heads", "latent"),
+        lambda c: (
+            c.num_heads * (c.head_dim - c.latents.rotary_dim + c.latents.value_dim),
+            c.latents.rank,
+        ),
+        there=_has_latents,
     ),
 }
 

@@ -30,6 +30,9 @@ class ShardingRules:
     """Query heads times head width. A size that splits a head is right, and slower."""
     kv_heads: _MeshAxes = "tensor"
     """Key and value heads, of parameters (times head width) and of the cache."""
+    latent: _MeshAxes = None
+    """Numbers that all heads are made of in latent attention: every device needs all of them, in
+    the cache, too."""
     mlp: _MeshAxes = "tensor"
     """Feed-forward width."""
     experts: _MeshAxes = "expert"

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from fp8rl_jax.models.cache import KVBlock, KVCache, empty_block
 from fp8rl_jax.models.forms import predequantized
-from fp8rl_jax.models.forward import forward
+from fp8rl_jax.models.forward import forward, mixer_of
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import constrain
@@ -409,7 +409,7 @@ def loop_dtype(policy: Policy) -> jnp.dtype:
     compute = policy.compute
     if (
         compute.key.calibrated
-        and compute.decodes_in_kernels
+        and mixer_of(policy.config).decodes_in_kernels(compute)
         and selected_backend(compute.backend) == "reference"
         and not compute.packs
     ):

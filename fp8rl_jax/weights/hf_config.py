@@ -17,7 +17,13 @@ from typing import Any
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.json_fields import Fields, read_json
-from fp8rl_jax.models.config import DEFAULT_ROPE_THETA, ExpertsConfig, PolicyConfig, check_count
+from fp8rl_jax.models.config import (
+    DEFAULT_ROPE_THETA,
+    ExpertsConfig,
+    LatentConfig,
+    PolicyConfig,
+    check_count,
+)
 from fp8rl_jax.models.families import FAMILIES, Family
 from fp8rl_jax.models.rope import ROPE_SCALINGS, Llama3RopeScaling, RopeScaling, YarnRopeScaling
 from fp8rl_jax.weights.layouts import parse_quantization
@@ -30,6 +36,8 @@ _DEFAULT_MAX_WINDOW_LAYERS = 28
 _DEFAULT_QUERY_PRE_ATTN_SCALAR = 256
 _OTHER_NAMES = {"silu": ("swish",)}
 """Of an activation."""
+_ROUTING_KEYS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+"""What DeepSeek-V3's routing is called: vLLM reads it, transformers has nothing else."""
 
 
 def read_policy_config(directory: str | Path) -> PolicyConfig:
@@ -81,7 +89,10 @@ def _parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyC
     default_kv_heads = (
         num_heads if "num_key_value_heads" in config else family.kv_heads or num_heads
     )
+    latent = _latent(fields) if family.latent else None
     head_dim = fields.integer("head_dim", default=family.head_dim)
+    if latent is not None:
+        head_dim = _latent_head_dim(fields, latent, head_dim)
     if head_dim is None:
         if num_heads < 1 or hidden_size % num_heads:
             raise UserError(
@@ -93,7 +104,7 @@ def _parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyC
     rope_theta, rope_scaling, local_rope_theta = (
         _rope_by_kind(fields, family, positions)
         if family.local_rope
-        else (*_rope(fields, positions), None)
+        else (*_rope(fields, family, positions), None)
     )
     sliding_window, full_attention_layers = _window(fields, family, num_layers)
     bos, eos, pad = _special_tokens(fields, family)
@@ -129,7 +140,30 @@ def _parse(config: dict[str, Any], generation_config: dict[str, Any]) -> PolicyC
             for key in ("attention_bias", "use_qk_norm")
             if key in family.options
         },
+        latent=latent,
     )
+
+
+def _latent(fields: Fields) -> LatentConfig:
+    if "q_lora_rank" not in fields.data:
+        raise UserError("q_lora_rank is missing; null says that queries are made without latents")
+    return LatentConfig(
+        rank=fields.integer("kv_lora_rank"),
+        rotary_dim=fields.integer("qk_rope_head_dim"),
+        value_dim=fields.integer("v_head_dim"),
+        query_rank=fields.integer("q_lora_rank", default=None),
+        interleaved=fields.boolean("rope_interleave", default=True),
+    )
+
+
+def _latent_head_dim(fields: Fields, latent: LatentConfig, given: int | None) -> int:
+    """Dimensions of a query; by head_dim transformers means those of it that are rotated."""
+    head_dim = fields.integer("qk_nope_head_dim") + latent.rotary_dim
+    if given not in (None, latent.rotary_dim, head_dim):
+        raise UserError(
+            f"head_dim {given} contradicts qk_rope_head_dim {latent.rotary_dim}; leave it out"
+        )
+    return head_dim
 
 
 def _special_tokens(
@@ -172,7 +206,6 @@ def config_json(config: PolicyConfig, dtype: str = "bfloat16") -> dict[str, Any]
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
         "attention_dropout": 0.0,
         **_architecture_keys(config),
         "rms_norm_eps": config.rms_norm_eps,
@@ -197,6 +230,18 @@ def _architecture_keys(config: PolicyConfig) -> dict[str, Any]:
         keys["use_qk_norm"] = config.qk_norm
     if "partial_rotary_factor" in family.options:
         keys["partial_rotary_factor"] = config.partial_rotary_factor
+    if (latent := config.latent) is None:
+        keys["head_dim"] = config.head_dim
+    else:
+        keys |= {
+            "q_lora_rank": latent.query_rank,
+            "kv_lora_rank": latent.rank,
+            "qk_nope_head_dim": config.head_dim - latent.rotary_dim,
+            "qk_rope_head_dim": latent.rotary_dim,
+            "v_head_dim": latent.value_dim,
+            "rope_interleave": latent.interleaved,
+            **_ROUTING_KEYS,
+        }
     if config.experts is not None:
         keys |= _expert_keys(config.experts, config.dense_layers)
     if family.window == "none":
@@ -247,6 +292,8 @@ def _expert_keys(experts: ExpertsConfig, dense_layers: tuple[int, ...]) -> dict[
 def _architecture(config: dict[str, Any]) -> str:
     model_type = config.get("model_type")
     classes = {family.hf_class: architecture for architecture, family in FAMILIES.items()}
+    types = {other: name for name, family in FAMILIES.items() for other in family.other_types}
+    model_type = types.get(model_type, model_type)
     by_type = FAMILIES.get(str(model_type))
     names = config.get("architectures") or [by_type and by_type.hf_class]
     if isinstance(names, list) and names:
@@ -284,6 +331,9 @@ def _refuse_unimplemented(fields: Fields, family: Family) -> None:
                 f"{key} true is not supported in {family.hf_class}; the only biases are those of "
                 "Qwen2's and GLM's q, k and v"
             )
+    for key, value in _ROUTING_KEYS.items() if family.latent else ():
+        if config.get(key, value) != value:
+            raise UserError(f"{key} {config[key]!r} is not supported; only {value!r} is")
     # how weights are stored does not matter here; a form that cannot be read is refused
     parse_quantization(config)
 
@@ -363,9 +413,9 @@ def _experts(fields: Fields, family: Family, num_layers: int) -> ExpertsConfig:
             range(min(num_layers, fields.integer("first_k_dense_replace", family.first_sparse)))
         ),
         scoring="sigmoid",
-        groups=fields.integer("n_group", default=1),
-        groups_per_token=fields.integer("topk_group", default=1),
-        scale=fields.number("routed_scaling_factor", default=1.0),
+        groups=fields.integer("n_group", default=family.expert_groups[0]),
+        groups_per_token=fields.integer("topk_group", default=family.expert_groups[1]),
+        scale=fields.number("routed_scaling_factor", default=family.expert_scale),
         shared=fields.integer("n_shared_experts", default=1),
         **sizes,
     )
@@ -394,7 +444,7 @@ def _rotary_factor(fields: Fields, family: Family) -> float:
     return factor
 
 
-def _rope(fields: Fields, positions: int) -> tuple[float, RopeScaling | None]:
+def _rope(fields: Fields, family: Family, positions: int) -> tuple[float, RopeScaling | None]:
     """(rope_theta, rope_scaling) of a model whose layers all rotate alike.
 
     Where both spellings are given transformers takes rope_scaling and drops rope_parameters; what
@@ -416,7 +466,7 @@ def _rope(fields: Fields, positions: int) -> tuple[float, RopeScaling | None]:
                     f"rope_scaling and rope_parameters are both given, and differ in {key} "
                     f"({taken[key]!r} and {value!r}); keep one of them"
                 )
-    return theta, _scaling(fields, rope, positions)
+    return theta, _scaling(fields, family, rope, positions)
 
 
 def _rope_by_kind(
@@ -450,14 +500,14 @@ def _rope_by_kind(
         raise UserError(f"{full.prefix}type is not read in {family.hf_class}; call it rope_type")
     if full.data.get("truncate", True) is not True:
         raise UserError(f"{full.prefix}truncate is not read in {family.hf_class}; leave it out")
-    if _scaling(fields, local, positions) is not None:
+    if _scaling(fields, family, local, positions) is not None:
         raise UserError(
             f"{local.prefix}rope_type: only 'default' is supported in the layers with a window"
         )
     theta = _theta(fields, "rope_theta", full, _GEMMA_THETA)
     return (
         theta,
-        _scaling(fields, full, positions),
+        _scaling(fields, family, full, positions),
         _theta(fields, "rope_local_base_freq", local, _GEMMA_LOCAL_THETA),
     )
 
@@ -487,7 +537,7 @@ def _rope_type(rope: Fields) -> Any:
     return rope.data.get("rope_type", rope.data.get("type", "default"))
 
 
-def _scaling(fields: Fields, rope: Fields, positions: int) -> RopeScaling | None:
+def _scaling(fields: Fields, family: Family, rope: Fields, positions: int) -> RopeScaling | None:
     if (kind := _rope_type(rope)) == "default":
         return None
     if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
@@ -495,6 +545,8 @@ def _scaling(fields: Fields, rope: Fields, positions: int) -> RopeScaling | None
             f"{rope.prefix}rope_type {kind!r} is not supported; supported: 'default', "
             + ", ".join(map(repr, ROPE_SCALINGS))
         )
+    if kind != "yarn" and family.latent and rope.number("mscale_all_dim", default=None):
+        raise UserError(f"{rope.prefix}mscale_all_dim is supported with rope_type 'yarn' alone")
     if kind not in ("llama3", "yarn"):
         return ROPE_SCALINGS[kind](rope.number("factor"))
     original = _original_positions(fields, rope, positions)

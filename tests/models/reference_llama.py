@@ -1,5 +1,6 @@
-"""Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3 and GLM-4-MoE in float64 numpy, one row, one head and one
-token's expert at a time: what the batched, cached, scanned and sorted forward must equal."""
+"""Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, GLM-4-MoE and DeepSeek-V3 in float64 numpy, one
+row, one head and one token's expert at a time: what the batched, cached, scanned and sorted forward
+must equal."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def logits(
     sparse = 0
     for i in range(config.num_layers):
         layer = _layer(config, weights, i)
-        attended = _attention(
+        attention = _attention if config.latent is None else _latent_attention
+        attended = attention(
             config, layer, _rms_norm(x, layer["input_layernorm"], config.rms_norm_eps), positions, i
         )
         if gemma:
@@ -70,6 +72,7 @@ def frequencies(config: PolicyConfig, windowed: bool = False) -> np.ndarray:
         (config.local_rope_theta, None) if local else (config.rope_theta, config.rope_scaling)
     )
     turned = int(config.head_dim * config.partial_rotary_factor)
+    turned = turned if config.latent is None else config.latent.rotary_dim
     base = [theta ** (-2 * i / turned) for i in range(turned // 2)]
     if isinstance(scaling, LinearRopeScaling):
         return np.array([f / scaling.factor for f in base])
@@ -207,3 +210,40 @@ def _attention(config, layer, x, positions, i):
             scores[np.tril_indices(t, -config.sliding_window)] = -np.inf
         out[:, head * d : (head + 1) * d] = np.exp(log_softmax(scores)) @ v
     return out @ layer["o_proj"].T
+
+
+def _latent_attention(config, layer, x, positions, i):
+    """As it is written in arXiv 2405.04434, equations 37 to 47, a head at a time."""
+    latent, scaling, t = config.latent, config.rope_scaling, len(x)
+    turns, still = frequencies(config), config.head_dim - latent.rotary_dim
+    amplitude, factor = 1.0, 1.0
+    if isinstance(scaling, YarnRopeScaling):
+        of_all = 0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1
+        amplitude = (0.1 * scaling.mscale * math.log(scaling.factor) + 1) / of_all
+        factor = of_all**2
+
+    def rotated(z):
+        """Neighbours as complex numbers."""
+        if not latent.interleaved:
+            return _rotate(z, positions, turns, amplitude)
+        turned = (z[:, ::2] + 1j * z[:, 1::2]) * amplitude
+        turned = turned * np.exp(1j * np.outer(positions, turns))
+        return np.stack([turned.real, turned.imag], axis=-1).reshape(z.shape)
+
+    inner, queries = x, layer.get("q_proj")
+    if latent.query_rank is not None:
+        inner, queries = x @ layer["q_a_proj"].T, layer["q_b_proj"]
+        inner = _rms_norm(inner, layer["q_a_layernorm"], 1e-6)
+    made = x @ layer["kv_a_proj_with_mqa"].T
+    compressed = _rms_norm(made[:, : latent.rank], layer["kv_a_layernorm"], 1e-6)
+    shared = rotated(made[:, latent.rank :])
+    out = []
+    for head in range(config.num_heads):
+        q = inner @ queries.reshape(config.num_heads, config.head_dim, -1)[head].T
+        up = layer["kv_b_proj"].reshape(config.num_heads, still + latent.value_dim, -1)[head]
+        k, v = compressed @ up[:still].T, compressed @ up[still:].T
+        scores = q[:, :still] @ k.T + rotated(q[:, still:]) @ shared.T
+        scores = scores * factor / math.sqrt(config.head_dim)
+        scores[np.triu_indices(t, 1)] = -np.inf
+        out.append(np.exp(log_softmax(scores)) @ v)
+    return np.concatenate(out, axis=-1) @ layer["o_proj"].T

@@ -117,5 +117,5 @@ def _most_slots() -> int:
 
 def token_bytes(policy: Policy) -> int:
     """Count the bytes of cache of one token."""
-    config, kind = policy.config, cache_dtype(policy)
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * kind.itemsize
+    numbers = sum(heads * dim for heads, dim in policy.config.cached)
+    return policy.config.num_layers * numbers * cache_dtype(policy).itemsize
