@@ -38,6 +38,7 @@ def model_lines(config: PolicyConfig, directory: Path) -> list[str]:
         f"{config.max_position_embeddings} positions",
         f"windows: {_windows(config)}",
         f"rotary positions: {_rope(config)}",
+        *([f"latent attention: {_latent(config)}"] if config.latent else []),
         *([f"experts: {_experts(config)}"] if config.experts else []),
         f"quantization of the files: {read_quantization(directory) or 'none'}",
     ]
@@ -69,8 +70,16 @@ def _rope(config: PolicyConfig) -> str:
         if scaling.amplitude != 1:
             found.append(f"cos and sin times {scaling.amplitude:.4g}")
     if config.rotary_dim != config.head_dim:
-        found.append(f"the first {config.rotary_dim} of {config.head_dim} dimensions")
+        which = "first" if config.latent is None else "last"
+        found.append(f"the {which} {config.rotary_dim} of {config.head_dim} dimensions")
     return ", ".join(found)
+
+
+def _latent(config: PolicyConfig) -> str:
+    latents = config.latents
+    queries = "" if latents.query_rank is None else f", queries of {latents.query_rank}"
+    kept = sum(heads * dim for heads, dim in config.cached)
+    return f"keys and values of {latents.rank} numbers{queries}; the cache keeps {kept} a token"
 
 
 def _experts(config: PolicyConfig) -> str:

@@ -136,6 +136,8 @@ class Operation:
         tensors: of the layer that it reads, the product's weight first.
         operands: (entry of `probe.Values`, role in LinearFormats) of what it multiplies and may
             quantize.
+        product: whether it is the product with its first tensor.
+        source: the entry of `probe.Values` that a product multiplies.
     """
 
     name: str
@@ -143,6 +145,7 @@ class Operation:
     tensors: tuple[str, ...] = ()
     operands: tuple[tuple[str, str], ...] = ()
     product: bool = False
+    source: str = ""
 
 
 def operations(config: PolicyConfig, layer: int) -> Iterator[Operation]:
@@ -151,18 +154,32 @@ def operations(config: PolicyConfig, layer: int) -> Iterator[Operation]:
     def norm(name: str) -> Operation:
         return Operation(name, f"{name}.out", (name,))
 
-    def product(name: str) -> Operation:
-        return Operation(name, f"{name}.out", (name,), ((name, "activation"),), product=True)
+    def products(*names: str, source: str = "") -> Iterator[Operation]:
+        """Those of one input, which is kept under the first one's name."""
+        source = source or f"{names[0]}.in"
+        for name in names:
+            operands = ((name, "activation"),)
+            yield Operation(name, f"{name}.out", (name,), operands, product=True, source=source)
 
     yield norm("input_layernorm")
-    yield from map(product, ("q_proj", "k_proj", "v_proj"))
+    inner = ("q_bias", "k_bias", "v_bias") if config.qkv_bias else ()
+    if config.latent is None:
+        yield from products("q_proj", "k_proj", "v_proj")
+    elif config.latent.query_rank is None:
+        yield from products("q_proj", "kv_a_proj_with_mqa")
+    else:
+        yield from products("q_a_proj", "kv_a_proj_with_mqa")
+        yield norm("q_a_layernorm")
+        yield from products("q_b_proj")
+    if config.latent is not None:
+        yield norm("kv_a_layernorm")
+        inner = ("kv_b_proj",)
     if config.qk_norm:
         yield from map(norm, ("q_norm", "k_norm"))
-    biases = ("q_bias", "k_bias", "v_bias") if config.qkv_bias else ()
     yield Operation(
-        "attention", "o_proj.in", biases, (("query", "query"), ("key", "key"), ("value", "value"))
+        "attention", "o_proj.in", inner, (("query", "query"), ("key", "key"), ("value", "value"))
     )
-    yield product("o_proj")
+    yield from products("o_proj")
     if config.family.post_norms:
         yield norm("post_attention_layernorm")
     before = "pre_feedforward_layernorm" if config.family.post_norms else "post_attention_layernorm"
@@ -170,18 +187,18 @@ def operations(config: PolicyConfig, layer: int) -> Iterator[Operation]:
     yield norm(before)
     if layer in config.sparse_layers:
         yield Operation("router", "router.out", ("router",))
-        yield from map(product, ("experts.gate_proj", "experts.up_proj"))
+        yield from products("experts.gate_proj", "experts.up_proj", source="router.in")
         yield Operation("activation", "experts.down_proj.in")
-        yield product("experts.down_proj")
+        yield from products("experts.down_proj")
         yield Operation("mixture", "mixture.out")
         if config.mixture.shared:
-            yield from map(product, ("shared_experts.gate_proj", "shared_experts.up_proj"))
+            yield from products("shared_experts.gate_proj", "shared_experts.up_proj")
             yield Operation("shared_experts.activation", "shared_experts.down_proj.in")
-            yield product("shared_experts.down_proj")
+            yield from products("shared_experts.down_proj")
     else:
-        yield from map(product, ("gate_proj", "up_proj"))
+        yield from products("gate_proj", "up_proj")
         yield Operation("activation", "down_proj.in")
-        yield product("down_proj")
+        yield from products("down_proj")
     if config.family.post_norms:
         yield norm("post_feedforward_layernorm")
     yield Operation("output", "output")

@@ -160,17 +160,6 @@ def where_sides_part(
     return f"{first.name} differs first, {first.cause}: {first.detail}"
 
 
-_INPUTS = {
-    "k_proj": "q_proj.in",
-    "v_proj": "q_proj.in",
-    "up_proj": "gate_proj.in",
-    "shared_experts.up_proj": "shared_experts.gate_proj.in",
-    "experts.gate_proj": "router.in",
-    "experts.up_proj": "router.in",
-}
-"""Where the input of a product is, when it is not under its own name."""
-
-
 class _Comparing:
     """Two sides and the tokens, while they are compared; `first` fills up with each cause."""
 
@@ -307,7 +296,8 @@ class _Comparing:
             for name in operation.tensors
         ]
         for name, role in operation.operands:
-            source_a, source_b = self.sources(name, role, free_a, same_input)
+            source = operation.source or f"{name}.out"
+            source_a, source_b = self.sources(source, role, free_a, same_input)
             pairs.append(
                 (
                     self.operand(self.a, i, name, role, same_input[0], source_a),
@@ -316,9 +306,13 @@ class _Comparing:
             )
         kinds = self.a.probability, self.b.probability
         if operation.name == "attention" and kinds[0] != kinds[1]:
-            # made and used inside of the operation: there is a format, and nothing to look at
-            one, other = (Operand("probability", kind, np.zeros(0, np.float32)) for kind in kinds)
-            pairs.append((one, other))
+            pairs.append(_unseen("probability", *kinds))
+        for name in operation.tensors:
+            if not operation.product and name in LINEARS:
+                one, other = (
+                    describe(side.formats_of(i, name).activation) for side in (self.a, self.b)
+                )
+                pairs.append(_unseen(f"input of {name}", one, other))
         return judge(pairs, own)
 
     def weights(self, i: int | None, name: str, label: str) -> tuple[Operand, Operand]:
@@ -335,15 +329,15 @@ class _Comparing:
         )
 
     def sources(
-        self, name: str, role: str, free_a: Parts, same_input: Sequence[Parts]
+        self, entry: str, role: str, free_a: Parts, same_input: Sequence[Parts]
     ) -> tuple[np.ndarray, np.ndarray]:
         """An operand of both sides before quantization. Of a product it is side a's for both;
         attention makes its own."""
         if role != "activation":
-            a, b = (_flat(self.real(_pick(x, f"{name}.out"))) for x in same_input)
+            a, b = (_flat(self.real(_pick(x, entry))) for x in same_input)
             return a, b
-        source = self.real(_pick(free_a, _INPUTS.get(name, f"{name}.in")))
-        if _INPUTS.get(name) == "router.in":  # repeated for each expert that a token uses
+        source = self.real(_pick(free_a, entry))
+        if entry == "router.in":  # repeated for each expert that a token uses
             experts = self.a.served.config.experts
             assert experts is not None
             source = np.repeat(source[:, None], experts.per_token, axis=1)
@@ -401,6 +395,12 @@ class _Comparing:
         return np.concatenate(
             [part[mask] for part, mask in zip(x, masks or self.masks, strict=True)]
         )
+
+
+def _unseen(name: str, a: str, b: str) -> tuple[Operand, Operand]:
+    """Formats of what is made and used inside of an operation: there is nothing to look at."""
+    nothing = np.zeros(0, np.float32)
+    return Operand(name, a, nothing), Operand(name, b, nothing)
 
 
 def _weight(

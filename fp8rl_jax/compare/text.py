@@ -17,8 +17,8 @@ WIDTH = 100
 LETTERS = {"format": "f", "operand": "o", "scale": "s", "reduction": "r", "input": "i", "": ""}
 # (heading, operations that may stand under it)
 COLUMNS = (
-    ("q", ("q_proj",)),
-    ("k", ("k_proj",)),
+    ("q", ("q_proj", "q_b_proj")),
+    ("k", ("k_proj", "kv_a_proj_with_mqa")),
     ("v", ("v_proj",)),
     ("attend", ("attention",)),
     ("o", ("o_proj",)),

@@ -340,6 +340,11 @@ class PolicyConfig:
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
     @property
+    def attention_dim(self) -> int:
+        """Width of queries, keys and values as attention multiplies them: the larger one."""
+        return self.head_dim if self.latent is None else max(self.head_dim, self.latent.value_dim)
+
+    @property
     def cached(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """What a layer's cache keeps of a token: (heads, dim) of its keys and of its values.
 

@@ -41,9 +41,9 @@ class LatentAttention(Attention):
         norm, project = self.operations.norm, self.operations.project
         latents = self.config.latents
         if layer.q_a_proj is None:
-            made, queries = project(x, layer.kv_a_proj_with_mqa, layer.q_proj)
+            queries, made = project(x, layer.q_proj, layer.kv_a_proj_with_mqa)
         else:
-            made, inner = project(x, layer.kv_a_proj_with_mqa, layer.q_a_proj)
+            inner, made = project(x, layer.q_a_proj, layer.kv_a_proj_with_mqa)
             inner = norm(inner, layer.q_a_layernorm, LATENT_NORM_EPS)
             queries = project(inner, layer.q_b_proj)[0]
         latent, key = jnp.split(made, [latents.rank], axis=-1)
@@ -121,9 +121,9 @@ class LatentAttention(Attention):
         return jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2)
 
     def filled(self, x: Array) -> Array:
-        """Fill heads up with zeros to one width: attention takes keys and values of one."""
-        width = max(self.config.head_dim, self.config.latents.value_dim)
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+        """Fill heads up with zeros to the one width that attention takes."""
+        missing = self.config.attention_dim - x.shape[-1]
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
 
     def output(self, out: Array, layer: Layer) -> Array:
         return super().output(out[..., : self.config.latents.value_dim], layer)

@@ -205,7 +205,7 @@ TENSORS: dict[str, Tensor] = {
     "q_b_proj": Tensor(
         "self_attn.q_b_proj.weight",
         "linear",
-        ("heads", "latent"),
+        ("heads", "embed"),
         lambda c: (c.q_size, _query_rank(c)),
         there=_has_query_latents,
     ),
@@ -227,7 +227,7 @@ TENSORS: dict[str, Tensor] = {
     "kv_b_proj": Tensor(
         "self_attn.kv_b_proj.weight",
         "linear",
-        ("heads", "latent"),
+        ("heads", "embed"),
         lambda c: (
             c.num_heads * (c.head_dim - c.latents.rotary_dim + c.latents.value_dim),
             c.latents.rank,

@@ -24,15 +24,15 @@ class ShardingRules:
     """Logical axis -> mesh axis, several of them, or None (replicated)."""
 
     embed: _MeshAxes = "fsdp"
-    """Hidden width of a parameter. Activations leave theirs whole (None in `constrain`): fsdp
-    splits their rows."""
+    """Hidden width of a parameter, or width of the latents that it multiplies. Activations leave
+    theirs whole (None in `constrain`): fsdp splits their rows."""
     heads: _MeshAxes = "tensor"
     """Query heads times head width. A size that splits a head is right, and slower."""
     kv_heads: _MeshAxes = "tensor"
     """Key and value heads, of parameters (times head width) and of the cache."""
     latent: _MeshAxes = None
-    """Numbers that all heads are made of in latent attention: every device needs all of them, in
-    the cache, too."""
+    """Width of the latents that a parameter makes: every device needs all of them, for its heads,
+    in the cache, too."""
     mlp: _MeshAxes = "tensor"
     """Feed-forward width."""
     experts: _MeshAxes = "expert"

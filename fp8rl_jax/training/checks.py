@@ -87,6 +87,12 @@ def check_policy(policy: Policy, config: RunConfig, recipe: Recipe) -> None:
         ),
         policy,
     )
+    if config.rollout.engine == "vllm" and policy.config.latent is not None:
+        raise UserError(
+            f"rollout.engine = 'vllm': a {policy.config.family.hf_class} has latent attention, of "
+            "which vLLM keeps another form of kv_b_proj, and whether a push renews that has not "
+            'been tried; take "static" or "paged"'
+        )
     if config.trainer.router_replay and policy.config.experts is None:
         raise UserError("trainer.router_replay: the model has no experts; leave it false")
     if recipe.exact and selected_backend(config.precision.backend) == "hopper":
@@ -117,8 +123,8 @@ def _check_exact_on_hopper(policy: Policy, config: RunConfig) -> None:
                 key_order="decode",
                 backend="hopper",
             ),
-            jax.ShapeDtypeStruct((1, 1, model.num_heads, model.head_dim), dtype),
-            jax.ShapeDtypeStruct((1, model.num_kv_heads, 8, model.head_dim), dtype),
+            jax.ShapeDtypeStruct((1, 1, model.num_heads, model.attention_dim), dtype),
+            jax.ShapeDtypeStruct((1, model.num_kv_heads, 8, model.attention_dim), dtype),
         )
     except BackendError as error:
         raise UserError(f"precision.exact: {error}; set it to false") from None

@@ -3,9 +3,10 @@
 Model FLOPs count what the mathematics needs and nothing else: no padding, no recomputation
 (rematerialization, chunked logits), real tokens only, each prompt once for its group, as the
 trainer runs it. With N matrix parameters outside embedding and head (of experts those that a token
-uses), n = heads * head_dim, and c the keys that a token sees in all layers together:
+uses), n the width of all heads' queries plus that of what attention gives for them, and c the keys
+that a token sees in all layers together:
 
-    forward of a token     2 N + 4 n c      and 2 * hidden * vocab for a token whose log-probability
+    forward of a token     2 N + 2 n c      and 2 * hidden * vocab for a token whose log-probability
                                             is wanted
     update                 3 forwards (PaLM's convention, arXiv 2204.02311, appendix B); with a
                            frozen base, which has no
@@ -68,7 +69,7 @@ def update_flops(
             _keys(prompts, window).sum()
             + (_keys(starts + completions, window) - _keys(starts, window)).sum()
         )
-    attention = 4 * config.num_heads * config.head_dim * keys
+    attention = 2 * (config.q_size + config.attended_size) * keys
     head = (
         2
         * config.hidden_size

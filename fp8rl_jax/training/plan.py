@@ -180,11 +180,16 @@ def _rollout(
         tokens, rows = layout.together * layout.chunk, layout.slots
         held = layout.pages * layout.page_size
         what = f"KV cache, {held:,} tokens for {layout.slots} completions at a time"
-    bits = 2 * shape.num_layers * held * shape.kv_size * jnp.finfo(kept).bits
+    # what heads have in common is whole on each device
+    numbers = sum(heads * dim // math.gcd(heads, tensor) for heads, dim in shape.cached)
+    bits = shape.num_layers * held * numbers * jnp.finfo(kept).bits
     heads = recipe.rollout.key, recipe.rollout.value
     names = dict.fromkeys(fmt.name for fmt in heads if fmt.quantized and not fmt.calibrated)
     simulated = f"; {' and '.join(names)} simulated" if names else ""
-    found = {f"{what} ({kept.name}{simulated})": bits // 8 // tensor}
+    found = {f"{what} ({kept.name}{simulated})": bits // 8}
+    if shape.latent is not None:
+        made = held * shape.num_heads * (shape.head_dim + 2 * shape.attention_dim) // tensor
+        found["keys and values of one layer, made of latents"] = made * dtype.itemsize
     split = mesh.shape["fsdp"] * mesh.shape["expert"]
     if r.engine == "paged" and split > 1:
         whole = _device_bytes(served, mesh, WHOLE)
@@ -259,6 +264,9 @@ def _layer_activations(shape: PolicyConfig, tokens: int, keys: int, width: int, 
         )
     computed = 6 * shape.hidden_size + 3 * shape.q_size + 4 * shape.kv_size + 4 * feed_forward
     wide = 4 * shape.hidden_size + 2 * shape.q_size + 2 * shape.kv_size
+    if (latent := shape.latent) is not None:
+        latents = (latent.query_rank or 0) + latent.rank + latent.rotary_dim
+        computed, wide = computed + 3 * latents, wide + 2 * latents
     wide += int(_SCORE_COPIES * shape.num_heads * keys * part)
     return tokens * (width * computed + 4 * wide)
 

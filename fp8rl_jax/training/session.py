@@ -761,7 +761,8 @@ class Session:
         The arrays are the session's own, which its next update gives away.
         """
         _, state = self._started()
-        shape = state.policy.config.num_layers, state.policy.config.num_kv_heads
+        (heads, _), _ = state.policy.config.cached
+        shape = state.policy.config.num_layers, heads
         if self.recipe.kv_granularity == "layer":
             shape = shape[:1]
         beside = (self.serving.saved(shape),)
