@@ -89,7 +89,7 @@ class ExpertsConfig:
         if self.groups > 1 and size < 2:
             raise UserError(
                 f"n_group ({self.groups}): groups are ranked by their two best experts, and each "
-                f"has {size}"
+                f"has {size} of n_routed_experts ({self.count})"
             )
         if self.shared < 0 or (self.scoring == "sigmoid" and self.shared == 0):
             raise UserError(f"n_shared_experts must be positive, got {self.shared}")

@@ -139,6 +139,7 @@ FAMILIES = {
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         4096,
+        kv_heads=128,
         special_tokens=(0, 1, None),
         window="none",
         routing="sigmoid",

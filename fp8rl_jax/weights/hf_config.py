@@ -38,6 +38,8 @@ _OTHER_NAMES = {"silu": ("swish",)}
 """Of an activation."""
 _ROUTING_KEYS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 """What DeepSeek-V3's routing is called: vLLM reads it, transformers has nothing else."""
+_NO_NULLS = ("head_dim", "norm_topk_prob", "n_group", "topk_group", "rope_interleave")
+"""Keys of which transformers' DeepSeek-V3 takes a null for another value than an absent one."""
 
 
 def read_policy_config(directory: str | Path) -> PolicyConfig:
@@ -158,12 +160,11 @@ def _latent(fields: Fields) -> LatentConfig:
 
 def _latent_head_dim(fields: Fields, latent: LatentConfig, given: int | None) -> int:
     """Dimensions of a query; by head_dim transformers means those of it that are rotated."""
-    head_dim = fields.integer("qk_nope_head_dim") + latent.rotary_dim
-    if given not in (None, latent.rotary_dim, head_dim):
+    if given not in (None, latent.rotary_dim):
         raise UserError(
             f"head_dim {given} contradicts qk_rope_head_dim {latent.rotary_dim}; leave it out"
         )
-    return head_dim
+    return fields.integer("qk_nope_head_dim") + latent.rotary_dim
 
 
 def _special_tokens(
@@ -331,9 +332,15 @@ def _refuse_unimplemented(fields: Fields, family: Family) -> None:
                 f"{key} true is not supported in {family.hf_class}; the only biases are those of "
                 "Qwen2's and GLM's q, k and v"
             )
-    for key, value in _ROUTING_KEYS.items() if family.latent else ():
-        if config.get(key, value) != value:
-            raise UserError(f"{key} {config[key]!r} is not supported; only {value!r} is")
+    if family.latent:
+        for key in _NO_NULLS:
+            if config.get(key, "") is None:
+                raise UserError(
+                    f"{key} null is not supported in {family.hf_class}; give it, or leave it out"
+                )
+        for key, value in _ROUTING_KEYS.items():
+            if config.get(key, value) != value:
+                raise UserError(f"{key} {config[key]!r} is not supported; only {value!r} is")
     # how weights are stored does not matter here; a form that cannot be read is refused
     parse_quantization(config)
 

@@ -24,6 +24,13 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
 FAMILIES = {
     "llama": ("LlamaForCausalLM", SIZES),
     "mistral": ("MistralForCausalLM", SIZES),
@@ -32,6 +39,13 @@ FAMILIES = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", SIZES | MOE | {"num_experts": 8}),
     "gemma3_text": ("Gemma3ForCausalLM", SIZES | {"head_dim": 8, "sliding_window_pattern": 2}),
     "glm4_moe": ("Glm4MoeForCausalLM", SIZES | MOE | {"n_routed_experts": 8, "head_dim": 8}),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        SIZES
+        | {"num_key_value_heads": 4, "n_routed_experts": 16, "n_group": 4, "topk_group": 2}
+        | MOE
+        | LATENT,
+    ),
 }
 WALK = {
     "num_key_value_heads": (4, 1),
@@ -110,6 +124,11 @@ WALK = {
     "routed_scaling_factor": (1.0, 2.5),
     "num_nextn_predict_layers": (0, 1),
     "original_max_position_embeddings": (64,),
+    "q_lora_rank": (12, 20),
+    "kv_lora_rank": (16, 24),
+    "qk_rope_head_dim": (4, 6),
+    "v_head_dim": (6, 10),
+    "rope_interleave": (True, False),
 }
 YARN = {"rope_type": "yarn", "factor": 4.0}
 TOGETHER = (
@@ -196,10 +215,15 @@ def facts(model, config) -> dict:
     attention = layers[0].self_attn
     rope = model.model.rotary_emb
     experts = next((layer.mlp for layer in layers if hasattr(layer.mlp, "experts")), None)
+    latent = hasattr(attention, "kv_lora_rank")
+    if latent:
+        attention.head_dim = attention.qk_head_dim
+    kv_width = config.num_key_value_heads * attention.head_dim
+    kv_width = kv_width if latent else attention.k_proj.out_features
     found = {
         "head_dim": attention.head_dim,
-        "kv_heads": attention.k_proj.out_features // attention.head_dim,
-        "bias": attention.q_proj.bias is not None,
+        "kv_heads": kv_width // attention.head_dim,
+        "bias": (attention.kv_a_proj_with_mqa if latent else attention.q_proj).bias is not None,
         "other_biases": attention.o_proj.bias is not None
         or any("mlp" in name and name.endswith("proj.bias") for name in model.state_dict()),
         "qk_norm": hasattr(attention, "q_norm"),
@@ -227,6 +251,14 @@ def facts(model, config) -> dict:
         found["rope"][kind or "full_attention"] = [
             float(getattr(rope, f"{prefix}attention_scaling")),
             [float(f"{x:.8g}") for x in getattr(rope, f"{prefix}inv_freq").tolist()],
+        ]
+    if latent:
+        found["latent"] = [
+            attention.kv_lora_rank,
+            attention.qk_rope_head_dim,
+            attention.v_head_dim,
+            attention.q_lora_rank,
+            config.rope_interleave,
         ]
     if experts is not None:
         router = experts.gate

