@@ -267,7 +267,7 @@ def _computed(recipe: Recipe) -> list[str]:
     """How linears in formats without a kernel are computed here; nothing where there are none."""
     import jax
 
-    from fp8rl_jax.precision.formats import format_of, in_blocks
+    from fp8rl_jax.precision.formats import has, in_blocks
     from pallas_kernels import Format
 
     roles = [
@@ -279,9 +279,7 @@ def _computed(recipe: Recipe) -> list[str]:
     }
     if not own:
         return []
-    scaled = all(
-        type(format_of(fmt, (1, 1))).scaled_operand is not Format.scaled_operand for fmt in own
-    )
+    scaled = all(has(fmt, Format.scaled_operand) for fmt in own)
     gpu = jax.default_backend() == "gpu"
     how = (
         "XLA's product of scaled operands: as stored on Blackwell, elsewhere in 16 bits"

@@ -728,8 +728,8 @@ def get_recipe(
     for key in ("kv_calibration", "kv_rule", "kv_prompts"):
         if getattr(changes, key) is not None and not recipe.quantizes_cache:
             raise UserError(
-                f"precision.{key}: recipe {name!r} has no FP8 cache, so there is nothing to "
-                "calibrate"
+                f"precision.{key}: recipe {name!r} has no queries, keys or values of one scale for "
+                "the whole tensor (e4m3, e5m2), so there is nothing to calibrate"
             )
     if changes.kv_calibration is not None:
         recipe = replace(recipe, kv_calibration=changes.kv_calibration)

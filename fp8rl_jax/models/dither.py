@@ -30,7 +30,7 @@ from fp8rl_jax.models.policy import Policy, build_policy, tensor_specs
 from fp8rl_jax.models.tensors import of_kind
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.precision import Format, quantize
-from fp8rl_jax.precision.formats import format_of, in_blocks
+from fp8rl_jax.precision.formats import has, in_blocks
 from fp8rl_jax.precision.rounding import dither, dither_blocks, on_grid
 
 _DITHER = 3
@@ -100,7 +100,7 @@ def _has_cells(fmt: TensorFormat) -> bool:
     one says whether a checkpoint is in it."""
     if fmt.block is None or WHOLE in fmt.block:
         return False
-    return in_blocks(fmt) or type(format_of(fmt)).dithered is not Format.dithered
+    return in_blocks(fmt) or has(fmt, Format.dithered)
 
 
 def _begins_on_grid(value: Array, entry: int, fmt: TensorFormat) -> bool:

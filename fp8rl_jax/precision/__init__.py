@@ -4,6 +4,7 @@ from fp8rl_jax.precision.check import check_recipe, describe, promises_exact, un
 from fp8rl_jax.precision.compute import Compute
 from fp8rl_jax.precision.exact import exact_compute
 from fp8rl_jax.precision.formats import element_dtype, format_of, max_value, register
+from fp8rl_jax.precision.formats.weights import WeightFormat
 from fp8rl_jax.precision.layers import quantized_layers, why_in_compute
 from fp8rl_jax.precision.linear import (
     AdaptedWeight,
@@ -41,6 +42,7 @@ __all__ = [
     "QTensor",
     "QuantizationSums",
     "Stored",
+    "WeightFormat",
     "as_weight",
     "check_recipe",
     "dequantize",

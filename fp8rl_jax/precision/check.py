@@ -14,7 +14,13 @@ from fp8rl_jax.config.formats import WHOLE, TensorFormat, block_text
 from fp8rl_jax.config.recipe import ForwardFormats, LinearFormats, Recipe
 from fp8rl_jax.config.schema import quoted
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.precision.formats import element_dtype, format_of, in_blocks
+from fp8rl_jax.precision.formats import (
+    element_dtype,
+    format_of,
+    has,
+    in_blocks,
+    of_weights_alone,
+)
 from fp8rl_jax.precision.quantizer import round_through
 from pallas_kernels import Format, invariant
 from pallas_kernels.attention import PROBABILITY_FACTOR
@@ -45,6 +51,7 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
     def refuse(field: str, why: str) -> None:
         raise UserError(f"recipe {recipe.name!r}: {prefix}{field} {why}")
 
+    _check_roles(recipe, refuse)
     for side in ("rollout", "trainer"):
         formats: LinearFormats = getattr(recipe, side)
         if formats.activation.quantized and not formats.weight.quantized:
@@ -104,16 +111,23 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
         )
 
 
+def _check_roles(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
+    """What is of weights alone, in roles of other tensors."""
+    formats = {f"rollout.{role}": fmt for role, fmt in recipe.rollout.roles().items()}
+    formats |= {f"trainer.{role}": fmt for role, fmt in recipe.trainer.roles().items()}
+    formats |= {role: recipe.format_of(role) for role in ("output_gradient", "saved_activation")}
+    for field, fmt in formats.items():
+        if of_weights_alone(fmt) and not field.endswith(".weight"):
+            refuse(field, f'cannot be {fmt.name}, which is of weights alone; use "compute"')
+
+
 def _check_activation(
     formats: LinearFormats, side: str, refuse: Callable[[str, str], None]
 ) -> None:
-    """The groups of an activation against the weight's along the contraction, and what is of
-    weights alone."""
+    """The groups of an activation against the weight's along the contraction."""
     weight, activation = formats.weight, formats.activation
     if not activation.quantized:
         return
-    if activation.element == "int4":
-        refuse(f"{side}.activation", 'is of weights alone: int4 has no activations; use "compute"')
     if in_blocks(weight) and in_blocks(activation):
         columns = weight.block[1] if weight.block else WHOLE
         fits = [(1, columns), *([None] if columns == WHOLE else [])]
@@ -336,8 +350,6 @@ def _check_backward(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
     _check_scale(gradient, "output_gradient", refuse)
     if not gradient.quantized:
         return
-    if gradient.element == "int4":
-        refuse("output_gradient", 'is of weights alone: int4 has no gradients; use "compute"')
     columns = weight.block[1] if weight.block else WHOLE
     fits = [(1, columns), *([None] if weight.block is None else [])]
     if in_blocks(weight) and in_blocks(gradient) and gradient.block not in fits:
@@ -346,9 +358,7 @@ def _check_backward(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
             f"must be {block_text((1, columns))}: the backward reads trainer.weight, in blocks of "
             f"{block_text(weight.block or (WHOLE, WHOLE))}, the other way",
         )
-    if recipe.gradient_rounding == "stochastic" and (
-        type(format_of(gradient, (1, 1))).quantize_stochastic is Format.quantize_stochastic
-    ):
+    if recipe.gradient_rounding == "stochastic" and not has(gradient, Format.quantize_stochastic):
         refuse(
             "gradient_rounding", f'must be "nearest": {gradient.name} has no stochastic rounding'
         )

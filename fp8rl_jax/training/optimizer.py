@@ -49,6 +49,7 @@ from fp8rl_jax.config.formats import TensorFormat, parse_format
 from fp8rl_jax.config.training import FP8_MAX_BETA2, MOMENTS, OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.precision import Blocks, Format, QTensor, format_of
+from fp8rl_jax.precision.formats import has
 from pallas_kernels.rounding import round_stochastic, rounded
 
 GROUPS = TensorFormat("e4m3", (1, 128))
@@ -102,7 +103,7 @@ def moment_formats(config: OptimizerConfig) -> tuple[MomentFormat, MomentFormat]
         return first, second
     made, asked = format_of(second, (1, 1)), f"optimizer.second_moment = {config.second_moment!r}"
     if not isinstance(made, Blocks):
-        if type(made).store is Format.store:
+        if not has(second, Format.store):
             raise UserError(f"{asked}: the format has no `store`, for what changes slowly")
         return first, second
     # the deviation that the module's text derives, of 3 bits of mantissa at FP8_MAX_BETA2

@@ -271,7 +271,7 @@ def test_what_asks_for_more_than_a_simulation_is_refused(formats):
     assert not mine.quantizes_cache and mine.quantizes_attention
     with pytest.raises(UserError, match="exact cannot be promised: the rollout's"):
         check_recipe(replace(mine, exact=True))
-    with pytest.raises(UserError, match="no FP8 cache, so there is nothing to calibrate"):
+    with pytest.raises(UserError, match="no queries, keys or values of one scale"):
         RunConfig(
             recipe="mine",
             recipes={"mine": mine.table()},

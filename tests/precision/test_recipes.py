@@ -147,7 +147,11 @@ REFUSED = {
     ),
     "gradient of weights": (
         trained(output_gradient=parse_format("int4")),
-        r"output_gradient is of weights alone: int4 has no gradients",
+        r"output_gradient cannot be int4-1x32, which is of weights alone; use \"compute\"",
+    ),
+    "values of weights": (
+        {"rollout": ForwardFormats(value=parse_format("int4-1x16"))},
+        r"rollout\.value cannot be int4-1x16, which is of weights alone",
     ),
     "drawn roundings": (
         trained(gradient_rounding="stochastic"),
@@ -617,7 +621,7 @@ def test_calibration_and_exclusion_change_the_recipe():
         get_recipe("fp8-rl", PrecisionConfig(kv_prompts=-1))
     for change in ({"kv_calibration": "rollout"}, {"kv_rule": "verl"}, {"kv_prompts": 3}):
         with pytest.raises(
-            UserError, match=f"precision.{next(iter(change))}: recipe 'jet-rl' has no FP8 cache"
+            UserError, match=f"precision.{next(iter(change))}: recipe 'jet-rl' has no queries, keys"
         ):
             get_recipe("jet-rl", PrecisionConfig(**change))
     with pytest.raises(UserError, match="precision.excluded: recipe 'fp8-kv' quantizes no linear"):

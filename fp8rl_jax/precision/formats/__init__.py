@@ -16,7 +16,7 @@ file, in this folder or in anyone's program:
 
 `rollout.weight = "mine"` then quantizes with it, in a run, a plan, a comparison and a checkpoint
 alike. It is multiplied dequantized, in float32: a kernel that multiplies it as it is stored is
-another matter.
+another matter. A `WeightFormat` is refused where it is not of weights.
 
 What comes with the library (`BUILT_IN`): MX formats (mx.py), NVFP4, INT4 weights, and floats of any
 few bits (minifloat.py).
@@ -25,6 +25,7 @@ few bits (minifloat.py).
 from __future__ import annotations
 
 from dataclasses import replace
+from types import FunctionType
 
 import jax.numpy as jnp
 
@@ -34,6 +35,7 @@ from fp8rl_jax.precision.formats.int4 import Int4
 from fp8rl_jax.precision.formats.minifloat import Minifloat
 from fp8rl_jax.precision.formats.mx import MX, MXFP4
 from fp8rl_jax.precision.formats.nvfp4 import NVFP4
+from fp8rl_jax.precision.formats.weights import WeightFormat
 from pallas_kernels import Blocks, Format
 
 _REGISTERED: dict[str, Format] = {}
@@ -76,6 +78,22 @@ def format_of(fmt: TensorFormat, shape: tuple[int, ...] = ()) -> Format:
 def in_blocks(fmt: TensorFormat) -> bool:
     """Whether a format is `Blocks`, an element type with a float32 scale for each."""
     return fmt.element not in _REGISTERED
+
+
+def of_weights_alone(fmt: TensorFormat) -> bool:
+    """Whether a format is a `WeightFormat`."""
+    return isinstance(_REGISTERED.get(fmt.element), WeightFormat)
+
+
+def has(fmt: TensorFormat, method: FunctionType) -> bool:
+    """Whether a format has of its own what `Format` leaves to those that can:
+    `has(fmt, Format.store)`.
+
+    Raises:
+        UserError: the format cannot be stored.
+    """
+    made = type(format_of(fmt, (1, 1)))
+    return getattr(made, method.__name__) is not method
 
 
 def element_dtype(fmt: TensorFormat) -> jnp.dtype:

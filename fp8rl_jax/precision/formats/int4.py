@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, UInt32
 
 from fp8rl_jax.precision.formats.drawn import Drawn
 from fp8rl_jax.precision.formats.grids import drawn_from_cells, pack, unpack
+from fp8rl_jax.precision.formats.weights import WeightFormat
 from pallas_kernels import QTensor
 from pallas_kernels.backend import block_name
 from pallas_kernels.quantize import block_amax, expand_scales
@@ -23,7 +24,7 @@ LARGEST = 7.0
 
 
 @dataclass(frozen=True)
-class Int4(Drawn):
+class Int4(Drawn, WeightFormat):
     """Two codes to a byte in two's complement, a bfloat16 scale a group."""
 
     block: tuple[int, int] = (1, 32)
