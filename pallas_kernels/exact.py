@@ -291,7 +291,7 @@ def attend(
     values: list[Array],
     masks: list[Array],
     score_scale: float,
-    exponential: Callable[[Array], Array] | None = None,
+    cast: Callable[[Array], Array] | None = None,
 ) -> Array:
     """Compute softmax(q k * score_scale) v over the slots of all blocks.
 
@@ -305,7 +305,8 @@ def attend(
             rows and on.
         masks: of each block, broadcastable to [rows, t * b / rows, slots].
         score_scale: factor of the scores.
-        exponential: e^x of a float32, 0 of -inf, by elements; None: `exp`.
+        cast: by elements, what the weights exp(score - top) are before they multiply the values;
+            their sum, which normalizes, is that of what they were.
 
     Returns:
         [b, t, heads, dim] in the dtype of `query`; 0 for a query that attends to nothing. It has
@@ -348,11 +349,11 @@ def attend(
         visible.append(by_query(mask, rows).sum(-1, keepdims=True, dtype=jnp.int32))
     top = reduce(jnp.maximum, [s.max(-1, keepdims=True) for s in scores])
     top = materialize(jnp.maximum(top, -1e30))
-    if exponential is None:
-        exponential = _exp_of_float32
-    weights = [materialize(exponential(s - top)) for s in scores]
+    weights = [materialize(_exp_of_float32(s - top)) for s in scores]
     # the largest is 1, so all are whole multiples of 2^-30, or are made so
     norm = sum(jnp.round(as_float64(w) * 2.0**30).sum(-1, keepdims=True) for w in weights)
+    if cast is not None:
+        weights = [materialize(cast(w)) for w in weights]
     # a value's own scale goes to its weight: no slot's integers then depend on another slot
     parts = [scaled_integers(as_float64(value), RIGHT_BITS, -1) for value in values]
     weights = [

@@ -1065,8 +1065,8 @@ LIST: list[Mutant] = [
         ("activation-stays", "if not made.rollout.weight.quantized", "if False", "along"),
         (
             "gradients-stay",
-            "trainer=LinearFormats(), **backward",
-            "trainer=LinearFormats()",
+            "trainer=trainer, **backward",
+            "trainer=trainer",
             "along",
         ),
     ),
@@ -1075,6 +1075,23 @@ LIST: list[Mutant] = [
         "models/test_layer_formats.py",
         ("one-format", "own = recipe.of_linear(linear)", "own = recipe", "own_format"),
         ("first-layer's", "[kinds[n][s.index(i)]]", "[kinds[n][0]]", "own_format"),
+        (
+            "uncast-trainer",
+            "probability=recipe.trainer.probability,",
+            "",
+            "precision/test_attention_formats.py cast_by_the_reference",
+        ),
+    ),
+    *of(
+        "precision/compute.py",
+        "precision/test_attention_formats.py",
+        ("cast-gradient", "with_gradient_of(attend, cast)", "(cast)", "both_sides_cast"),
+    ),
+    *of(
+        "precision/exact.py",
+        "precision/test_attention_formats.py",
+        ("cast-by-no-kernel", "self.probability.quantized or not", "not", "both_sides_cast"),
+        ("uncast-exact", "scale, self.cast())", "scale)", "both_sides_cast"),
     ),
     *of(
         "models/forward.py",

@@ -11,8 +11,8 @@ from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.config.recipe import (
     ATTENTION_ROLES,
     RECIPES,
-    LinearFormats,
     Recipe,
+    TrainerFormats,
     get_recipe,
 )
 
@@ -69,7 +69,7 @@ def doctor(arguments: DoctorArguments) -> int:
         ("linears", _linears(recipe, arguments.model, faults)),
     ]
     if recipe.quantizes_attention:
-        sections.append(("attention of the rollout", _attention(recipe)))
+        sections.append(("attention", _attention(recipe)))
     if arguments.rewards:
         sections.append(("rewards", _rewards(arguments.rewards, faults)))
     return _print(sections, faults)
@@ -341,7 +341,8 @@ def _linears(recipe: Recipe, model: str, faults: list[str]) -> list[str]:
 
 
 def _attention(recipe: Recipe) -> list[str]:
-    """What the queries, keys, values and probabilities of a rollout become."""
+    """What the queries, keys and values of a rollout become, and the probabilities of both
+    sides."""
     from fp8rl_jax.config.run import RunConfig
 
     kept = RunConfig().compute_dtype
@@ -356,15 +357,18 @@ def _attention(recipe: Recipe) -> list[str]:
             return f"{fmt.name}, a calibrated scale for each {scope}"
         return f"{fmt.name}, simulated: kept in {kept}, or the compute_dtype of the run"
 
-    roles = recipe.rollout.roles()
-    width = max(map(len, ATTENTION_ROLES))
-    return [f"{role:<{width}}  {text(role, roles[role])}" for role in ATTENTION_ROLES]
+    roles, width = recipe.rollout.roles(), max(map(len, ATTENTION_ROLES))
+    told = {role: text(role, roles[role]) for role in ATTENTION_ROLES}
+    trainer = text("probability", recipe.trainer.probability)
+    if told["probability"] != trainer:
+        told["probability"] = f"rollout: {told['probability']}; trainer: {trainer}"
+    return [f"{role:<{width}}  {what}" for role, what in told.items()]
 
 
 def _quantized(recipe: Recipe) -> str:
     """What a quantized linear computes with, side by side where the sides differ."""
 
-    def side(formats: LinearFormats) -> str:
+    def side(formats: TrainerFormats) -> str:
         if not formats.weight.quantized:
             return "compute dtype"
         activation = formats.activation.name if formats.activation.quantized else "compute dtype"

@@ -134,7 +134,7 @@ class Operation:
             "activation", "mixture" (the weighted sum of the experts), "output" (the layer's).
         output: the entry of `probe.Values` that it leaves.
         tensors: of the layer that it reads, the product's weight first.
-        operands: (entry of `probe.Values`, role in LinearFormats) of what it multiplies and may
+        operands: (entry of `probe.Values`, role in TrainerFormats) of what it multiplies and may
             quantize.
         product: whether it is the product with its first tensor.
         source: the entry of `probe.Values` that a product multiplies.

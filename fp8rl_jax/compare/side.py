@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from fp8rl_jax.compare.probe import excess_precision, run_layer
 from fp8rl_jax.compare.tokens import Parts, Tokens
-from fp8rl_jax.config.recipe import LinearFormats, Recipe
+from fp8rl_jax.config.recipe import Recipe, TrainerFormats
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVCache, KVScales
 from fp8rl_jax.models.config import PolicyConfig
@@ -93,7 +93,7 @@ class Side:
         return cls(recipe, phase, kind, backend, policy, unstack(served), excess)
 
     @property
-    def formats(self) -> LinearFormats:
+    def formats(self) -> TrainerFormats:
         """The formats of this side's phase."""
         return self.recipe.trainer if self.phase == "trainer" else self.recipe.rollout
 
@@ -172,7 +172,7 @@ class Side:
         stack = self.source.stack.tensors()[name].value
         return jax.device_get(stack[stack_of(self.source.config, name).index(i)])
 
-    def formats_of(self, i: int, name: str) -> LinearFormats:
+    def formats_of(self, i: int, name: str) -> TrainerFormats:
         """The formats of a linear of layer i on this side."""
         return getattr(self.recipe.of_linear(f"layers.{i}.{name}"), self.phase)
 

@@ -61,29 +61,34 @@ from fp8rl_jax.config.schema import (
 from fp8rl_jax.errors import UserError
 
 ATTENTION_ROLES = ("query", "key", "value", "probability")
-"""Roles of a rollout's attention, by their names in `ForwardFormats`."""
+"""Roles of attention, by their names in `ForwardFormats`."""
+_LINEAR = ("weight", "activation")
 
 # the names are data, read when the program starts
 _CorrectionName = Literal[tuple(PRESETS)]  # ty: ignore[invalid-type-form]
 
 
 @dataclass(frozen=True)
-class LinearFormats:
-    """The formats of a trainer's forward pass, whose attention computes in the compute dtype."""
+class TrainerFormats:
+    """The formats of a trainer's forward pass."""
 
     weight: TensorFormat = COMPUTE
     """Weights of the quantized linears, [out, in]."""
     activation: TensorFormat = COMPUTE
     """Inputs of the quantized linears, [tokens, in]."""
+    probability: TensorFormat = field(default=COMPUTE, kw_only=True)
+    """Attention's exp(score - largest score of the query), before it is multiplied with V: "e4m3"
+    or "e5m2", cast with a factor of 256 that normalization takes out again (FlashAttention-3's FP8
+    forward, which vLLM runs). The sum that normalizes stays that of the float32 numbers, and the
+    backward pass is that of probabilities that are not cast. On the reference backend alone."""
 
     def roles(self) -> dict[str, TensorFormat]:
         """The format of every role of a forward pass, whether or not it can be chosen here."""
-        attention = dict.fromkeys(ATTENTION_ROLES, COMPUTE)
-        return {"weight": self.weight, "activation": self.activation, **attention}
+        return {role: getattr(self, role, COMPUTE) for role in (*_LINEAR, *ATTENTION_ROLES)}
 
 
 @dataclass(frozen=True)
-class ForwardFormats(LinearFormats):
+class ForwardFormats(TrainerFormats):
     """The formats of a rollout's forward pass."""
 
     query: TensorFormat = COMPUTE
@@ -96,14 +101,6 @@ class ForwardFormats(LinearFormats):
     cache keeps the compute dtype, and nothing is calibrated."""
     value: TensorFormat = COMPUTE
     """Cached values; as rollout.key, and where that is simulated in any format of the kind."""
-    probability: TensorFormat = COMPUTE
-    """Attention's exp(score - largest score of the query), before it is multiplied with V: "e4m3"
-    or "e5m2", cast with a factor of 256 that normalization takes out again (FlashAttention-3's FP8
-    forward, which vLLM runs). The sum that normalizes stays that of the float32 numbers. On the
-    reference backend alone."""
-
-    def roles(self) -> dict[str, TensorFormat]:
-        return super().roles() | {role: getattr(self, role) for role in ATTENTION_ROLES}
 
 
 GradientRounding = Literal["nearest", "stochastic"]
@@ -166,15 +163,15 @@ class Recipe:
     for.
 
     Raises:
-        UserError: a negative number of layers, or a trainer's query, key, value or probability
-            that is quantized.
+        UserError: a negative number of layers, or a trainer's query, key or value that is
+            quantized.
     """
 
     name: str = field(compare=False)
     """Name on the command line. Recipes that differ in it alone are equal, and compile once."""
     rollout: ForwardFormats = ForwardFormats()
     """Formats of the rollout's forward pass."""
-    trainer: LinearFormats = LinearFormats()
+    trainer: TrainerFormats = TrainerFormats()
     """Formats of the trainer's forward pass."""
     output_gradient: TensorFormat = COMPUTE
     """Gradients entering a linear's backward products."""
@@ -241,15 +238,15 @@ class Recipe:
                     f"recipe {self.name!r}: {key} must be at least 0, and is {getattr(self, key)}"
                 )
         if isinstance(self.trainer, ForwardFormats):  # a rollout's, given in Python to both sides
-            for role in ATTENTION_ROLES:
-                if self.trainer.roles()[role].quantized:
+            given = self.trainer
+            for role in ("query", "key", "value"):
+                if given.roles()[role].quantized:
                     raise UserError(
-                        f"recipe {self.name!r}: trainer.{role} cannot be quantized: its "
-                        "attention computes in the compute dtype"
+                        f"recipe {self.name!r}: trainer.{role} cannot be quantized: the trainer "
+                        "has them in the compute dtype"
                     )
-            object.__setattr__(
-                self, "trainer", LinearFormats(self.trainer.weight, self.trainer.activation)
-            )
+            trainer = TrainerFormats(given.weight, given.activation, probability=given.probability)
+            object.__setattr__(self, "trainer", trainer)
 
     def of_linear(self, linear: str) -> Recipe:
         """The recipe as it is for one linear, by its name: what `layers` says is in its roles."""
@@ -274,13 +271,14 @@ class Recipe:
             made = replace(made, rollout=replace(made.rollout, activation=COMPUTE))
         if not made.trainer.weight.quantized:
             backward = dict.fromkeys(_BACKWARD, COMPUTE)
-            made = replace(made, trainer=LinearFormats(), **backward)
+            trainer = TrainerFormats(probability=made.trainer.probability)
+            made = replace(made, trainer=trainer, **backward)
         return made
 
     def linear(self, side: Literal["rollout", "trainer"]) -> LinearPrecision:
         """What the products of a linear are computed in, where all of them are alike
         (`of_linear`)."""
-        formats: LinearFormats = getattr(self, side)
+        formats: TrainerFormats = getattr(self, side)
         if side == "rollout":
             return LinearPrecision(formats.weight, formats.activation)
         return LinearPrecision(
@@ -325,9 +323,10 @@ class Recipe:
 
     @property
     def quantizes_attention(self) -> bool:
-        """Whether anything of the rollout's attention is quantized, calibrated or not."""
+        """Whether anything of attention is quantized, calibrated or not."""
         roles = self.rollout.roles()
-        return any(roles[role].quantized for role in ATTENTION_ROLES)
+        formats = (self.trainer.probability, *(roles[role] for role in ATTENTION_ROLES))
+        return any(fmt.quantized for fmt in formats)
 
     def table(self, full: bool = False) -> dict[str, Any]:
         """The row as TOML has it, without its name: `RunConfig(recipe=row.name, recipes={row.name:
@@ -359,7 +358,7 @@ def _with_scales(recipe: Recipe, side: str, scale: str | None, block: int | None
         shape = fmt.block if block is None else tuple(1 if n == 1 else block for n in fmt.block)
         return replace(fmt, scale=scale or fmt.scale, block=shape)
 
-    formats: LinearFormats = getattr(recipe, side)
+    formats: TrainerFormats = getattr(recipe, side)
     changed: dict[str, Any] = {
         side: replace(formats, weight=change(formats.weight), activation=change(formats.activation))
     }
@@ -388,7 +387,7 @@ def recipe(base: str | Recipe, name: str | None = None, **fields: Any) -> Recipe
         name: of the new one; None: as the base's.
         fields: of `Recipe`, by dotted key; a format as its name, a `TensorFormat`, or a table of
             what differs in it; `rollout` and `trainer` as tables of such, or `ForwardFormats` and
-            `LinearFormats`.
+            `TrainerFormats`.
 
     Raises:
         UserError: an unknown base; a line for each unknown field and each value that does not fit.
@@ -749,11 +748,11 @@ __all__ = [
     "LINEAR_ROLES",
     "ForwardFormats",
     "LayerFormats",
-    "LinearFormats",
     "PrecisionConfig",
     "Recipe",
     "SideScales",
     "TensorFormat",
+    "TrainerFormats",
     "get_recipe",
     "read_rows",
     "recipe",

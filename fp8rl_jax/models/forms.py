@@ -94,7 +94,12 @@ def trainer_policy(
         UserError: a pattern of the recipe matches nothing.
     """
     made = exact_compute(backend) if recipe.exact else Compute
-    compute = made(backend, remat=remat, attention_chunk=attention_chunk)
+    compute = made(
+        backend,
+        probability=recipe.trainer.probability,
+        remat=remat,
+        attention_chunk=attention_chunk,
+    )
     served = with_compute(cast(policy, dtype, recipe.weight_rounding), compute)
     kinds = linear_formats(policy.config, recipe, "trainer")
     if not kinds:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8rl_jax.config.formats import WHOLE, TensorFormat, block_text
-from fp8rl_jax.config.recipe import ForwardFormats, LinearFormats, Recipe
+from fp8rl_jax.config.recipe import ForwardFormats, Recipe, TrainerFormats
 from fp8rl_jax.config.schema import quoted
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.precision.formats import (
@@ -53,7 +53,7 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
 
     _check_roles(recipe, refuse)
     for side in ("rollout", "trainer"):
-        formats: LinearFormats = getattr(recipe, side)
+        formats: TrainerFormats = getattr(recipe, side)
         if formats.activation.quantized and not formats.weight.quantized:
             refuse(
                 f"{side}.activation",
@@ -63,7 +63,10 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
             _check_scale(getattr(formats, role), f"{side}.{role}", refuse)
         _check_activation(formats, side, refuse)
     _check_heads(recipe.rollout, refuse)
-    _check_probability(recipe.rollout.probability, backend, refuse)
+    for side in ("rollout", "trainer"):
+        _check_probability(
+            getattr(recipe, side).probability, f"{side}.probability", backend, refuse
+        )
     if recipe.weight_source == "master" and recipe.rollout.weight != recipe.trainer.weight:
         refuse(
             "weight_source",
@@ -103,6 +106,12 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
             f"cannot be promised: {difference}; the rollout's graph must be part of the "
             "trainer's forward",
         )
+    if recipe.exact and recipe.trainer.probability.quantized and chosen == "hopper":
+        refuse(
+            "exact",
+            "cannot be promised: probabilities are cast by the reference alone, and here kernels "
+            'attend; set precision.backend = "reference"',
+        )
     if recipe.exact and _ties_tokens(recipe):
         refuse(
             "exact",
@@ -122,7 +131,7 @@ def _check_roles(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
 
 
 def _check_activation(
-    formats: LinearFormats, side: str, refuse: Callable[[str, str], None]
+    formats: TrainerFormats, side: str, refuse: Callable[[str, str], None]
 ) -> None:
     """The groups of an activation against the weight's along the contraction."""
     weight, activation = formats.weight, formats.activation
@@ -195,31 +204,31 @@ def _couples_rows(fmt: TensorFormat) -> bool:
 
 
 def _check_probability(
-    fmt: TensorFormat, backend: Backend, refuse: Callable[[str, str], None]
+    fmt: TensorFormat, field: str, backend: Backend, refuse: Callable[[str, str], None]
 ) -> None:
     """The format of attention's probabilities: an element type that holds 256."""
     if not fmt.quantized:
         return
     if not in_blocks(fmt):
         refuse(
-            "rollout.probability",
+            field,
             f"cannot be {fmt.name}: groups of keys, prefix and padding among them, are not the "
             "query's own; use e4m3 or e5m2",
         )
     if fmt.block is not None or fmt.scale != "float32":
         refuse(
-            "rollout.probability",
+            field,
             f"must be an element type alone, such as {fmt.element}: its one factor is 256",
         )
     if fmt.element_type.largest < PROBABILITY_FACTOR:
         refuse(
-            "rollout.probability",
+            field,
             f"is {fmt.element}, which ends at {fmt.element_type.largest:g}: probabilities are cast "
             f"times {PROBABILITY_FACTOR:g}; use e4m3 or e5m2",
         )
     if backend in ("cpu", "hopper"):
         refuse(
-            "rollout.probability",
+            field,
             f'is cast by the reference alone, and precision.backend = "{backend}" asks for '
             "kernels, whose probabilities are not cast so; use auto or reference",
         )
@@ -265,8 +274,10 @@ def unlike_sides(recipe: Recipe) -> str:
 
 def promises_exact(recipe: Recipe, backend: Backend = "auto") -> bool:
     """Whether exact mode is right and costs nothing here: both sides have the same formats, and the
-    reference runs on one CPU device. No Hopper GPU has confirmed its kernels yet."""
+    reference runs on one CPU device, without probabilities that no kernel casts. No Hopper GPU has
+    confirmed its kernels yet."""
     cheap = selected_backend(backend) == "reference" and invariant.is_available("reference")
+    cheap = cheap and not recipe.trainer.probability.quantized
     return cheap and not any(map(_first_difference, recipe.variants)) and not _ties_tokens(recipe)
 
 

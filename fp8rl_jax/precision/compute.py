@@ -23,7 +23,7 @@ from fp8rl_jax.precision.formats import element_dtype
 from pallas_kernels import QTensor, blockwise_matmul, grouped_matmul
 from pallas_kernels.attention import KeyBlock, attention
 from pallas_kernels.backend import Backend
-from pallas_kernels.exact import Integers
+from pallas_kernels.exact import Integers, with_gradient_of
 from pallas_kernels.grouped_matmul import dot as grouped_dot
 from pallas_kernels.matmul import Panels, dot, keeps_quantized, pack, packs
 from pallas_kernels.rounding import rounded
@@ -129,19 +129,28 @@ class Compute:
         value_scale: Float[Array, ...] | float,
         out_dtype: jnp.dtype,
     ) -> Float[Array, "b t heads dim"]:
-        """Attend to blocks of keys (pallas_kernels.attention)."""
+        """Attend to blocks of keys (pallas_kernels.attention).
+
+        The gradient is that of probabilities that are not cast, which have none of their own.
+        """
         # cuDNN serves many queries at once where it can; there is no kernel of ours to insist on
         backend = "auto" if self.backend == "hopper" else self.backend
-        fmt = self.probability
-        return attention(
-            query,
-            blocks,
-            score_scale,
-            value_scale,
-            out_dtype,
-            probability=element_dtype(fmt) if fmt.quantized else None,
-            backend=backend,
-        )
+
+        def attend(query, blocks, probability=None):
+            return attention(
+                query,
+                blocks,
+                score_scale,
+                value_scale,
+                out_dtype,
+                probability=probability,
+                backend=backend,
+            )
+
+        if not self.probability.quantized:
+            return attend(query, blocks)
+        cast = partial(attend, probability=element_dtype(self.probability))
+        return with_gradient_of(attend, cast)(query, blocks)
 
     def gated(
         self, gate: Float[Array, "*b n"], up: Float[Array, "*b n"], activation: str

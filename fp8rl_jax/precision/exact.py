@@ -7,8 +7,8 @@ it, of which `exact_compute` chooses; gradients are those of `Compute` in all.
     InvariantCompute  `Compute`, each operation compiled by itself, sums and products in an order of
                       their own (pallas_kernels.invariant): right by test, nearly as fast, on one
                       CPU device. Attention takes a query's keys in their order, by a CPU kernel;
-                      without one it is order-free, as XLA's order differs between a cache and a
-                      row of the trainer.
+                      without one, or where probabilities are cast, it is order-free, as XLA's
+                      order differs between a cache and a row of the trainer.
     HopperCompute     the same with the kernels of one Hopper GPU, attention included: every query
                       meets its keys in the order of a decode step
     OrderFreeCompute  results depend on the order of nothing (pallas_kernels.exact): right by
@@ -25,9 +25,10 @@ import jax
 import jax.numpy as jnp
 
 from fp8rl_jax.precision.compute import Compute
+from fp8rl_jax.precision.formats import element_dtype
 from fp8rl_jax.precision.quantizer import dequantize_rows
 from pallas_kernels import QTensor, exact, invariant
-from pallas_kernels.attention import KeyBlock, attention
+from pallas_kernels.attention import PROBABILITY_FACTOR, KeyBlock, attention
 from pallas_kernels.attention import cpu as attention_cpu
 from pallas_kernels.backend import Backend
 from pallas_kernels.exact import (
@@ -38,6 +39,7 @@ from pallas_kernels.exact import (
     with_gradient_of,
 )
 from pallas_kernels.matmul import selected_backend
+from pallas_kernels.quantize.reference import on_grid
 from pallas_kernels.rounding import rounded
 
 
@@ -79,16 +81,19 @@ class ExactCompute(Compute):
     ) -> jax.Array:
         """Attention without a gradient."""
         keys, values, masks = zip(*blocks, strict=True)
-        found = exact.attend(query, [*keys], [*values], [*masks], scale, self.exponential())
+        found = exact.attend(query, [*keys], [*values], [*masks], scale, self.cast())
         return found.astype(out_dtype)
 
     def rope_tables(self, frequencies, positions, amplitude=1.0):
         # the product would be rounded together with what uses it
         return materialize(super().rope_tables(frequencies, positions, amplitude))
 
-    def exponential(self) -> Callable[[jax.Array], jax.Array] | None:
-        """e^x of attention; None: the order-free one."""
-        return None
+    def cast(self) -> Callable[[jax.Array], jax.Array] | None:
+        """What attention's probabilities become before they multiply V; None: what they are."""
+        if not self.probability.quantized:
+            return None
+        dtype = element_dtype(self.probability)
+        return lambda x: on_grid(x * PROBABILITY_FACTOR, dtype) / PROBABILITY_FACTOR
 
     def quantized_product(self, x, w, group_sizes, out_dtype):
         return self.product(dequantize_rows(x), w.dequantize(), group_sizes, out_dtype)
@@ -98,12 +103,9 @@ class ExactCompute(Compute):
 class InvariantCompute(ExactCompute):
     """Each operation of `Compute` by itself, on a CPU."""
 
-    def exponential(self):
-        return invariant.isolated(jnp.exp)
-
     def attended(self, query, blocks, scale, out_dtype):
         keys, values, masks = map(list, zip(*blocks, strict=True))
-        if not self.packs or attention_cpu.lacks(keys, values):
+        if self.probability.quantized or not self.packs or attention_cpu.lacks(keys, values):
             return super().attended(query, blocks, scale, out_dtype)
         return attention_cpu.attend(query, keys, values, masks, scale, out_dtype)
 

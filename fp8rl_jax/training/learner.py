@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from fp8rl_jax import rl
 from fp8rl_jax.config.formats import COMPUTE
-from fp8rl_jax.config.recipe import LinearFormats, Recipe
+from fp8rl_jax.config.recipe import Recipe, TrainerFormats
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.training import OptimizerConfig, TrainerConfig
@@ -64,7 +64,7 @@ def due(state: TrainState, config: RLConfig, updates_per_rollout: int) -> bool:
 def unquantized(config: StepConfig) -> StepConfig:
     """Configure the same forward in the compute dtype."""
     compute = {
-        "trainer": LinearFormats(),
+        "trainer": TrainerFormats(),
         "output_gradient": COMPUTE,
         "saved_activation": COMPUTE,
         "layers": (),

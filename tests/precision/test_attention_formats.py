@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numpy_fp8 import restored
-from rollout.tiny import CONFIG, full_logits, log_softmax, make_prompts, take
+from rollout.tiny import CONFIG, full_logits, log_softmax, make_policy, make_prompts, take
 from test_own_formats import restored as of_two_levels
 from tiny_models import GLM, LLAMA
 from tiny_run import LEARNS, metric_rows, train, write_run
@@ -20,14 +20,23 @@ from toy_formats import TwoLevels
 
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.formats import ELEMENTS, ElementType, TensorFormat, parse_format
-from fp8rl_jax.config.recipe import ForwardFormats, Recipe, recipe
+from fp8rl_jax.config.recipe import ForwardFormats, Recipe, TrainerFormats, recipe
 from fp8rl_jax.config.run import PagedConfig, RolloutConfig, RunConfig
 from fp8rl_jax.config.vllm import VllmConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVCache, Pages, empty_cache
+from fp8rl_jax.models.forms import trainer_policy
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.policy import init_policy, with_compute
-from fp8rl_jax.precision import Compute, check_recipe, dequantize, quantize, register
+from fp8rl_jax.precision import (
+    Compute,
+    check_recipe,
+    dequantize,
+    promises_exact,
+    quantize,
+    register,
+)
+from fp8rl_jax.precision.exact import InvariantCompute, OrderFreeCompute
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import LocalEngine, PagedEngine
 from fp8rl_jax.rollout.sampling import Sampling
@@ -213,6 +222,46 @@ def test_probabilities_are_cast_times_256(element, step, chunk):
     assert 0.25 < np.linalg.norm(found - wanted) / np.linalg.norm(wanted) / step < 0.6
 
 
+@pytest.mark.parametrize("made", [Compute, InvariantCompute, OrderFreeCompute])
+def test_both_sides_cast_probabilities_alike(made):
+    """A token's output, in exact mode bit for bit wherever its keys lie, and the gradient of
+    probabilities that are not cast."""
+    rng = np.random.default_rng(2)
+    shapes = (1, 1, HEADS, 16), *[(1, KV, SLOTS, 16)] * 2  # which a kernel would take
+    q, k, v = (rng.normal(size=s).astype(np.float32) for s in shapes)
+    direction = rng.normal(size=q.shape).astype(np.float32)
+
+    def attend(probability, cut, q, k, v):
+        parts = [(slice(None), slice(None), part) for part in (slice(0, cut), slice(cut, SLOTS))]
+        blocks = [KeyBlock(k[at], v[at], jnp.ones((1, 1, k[at].shape[2]), bool)) for at in parts]
+        compute = made("auto", probability=probability)
+        return compute.attend(q, blocks, 0.3, 1.0, jnp.float32)
+
+    @jax.jit
+    def run(q, k, v):
+        def loss(fmt, *x):
+            return (attend(fmt, 2, *x) * direction).sum(), attend(fmt, 5, *x)
+
+        both = jax.value_and_grad(loss, (1, 2, 3), has_aux=True)
+        cast, plain = (partial(both, parse_format(name)) for name in ("e4m3", "compute"))
+        return attend(parse_format("e4m3"), 2, q, k, v), cast(q, k, v), plain(q, k, v)
+
+    one, ((_, other), cast), ((_, plain), uncast) = run(q, k, v)
+    wanted = np.zeros(q.shape)
+    for h in range(HEADS):
+        scores = k[0, h // (HEADS // KV)].astype(np.float64) @ q[0, 0, h].astype(np.float64) * 0.3
+        p = np.exp(scores - scores.max())
+        rounded = (p * 256).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        wanted[0, 0, h] = rounded @ v[0, h // (HEADS // KV)] / p.sum() / 256
+    for found in (one, other):
+        np.testing.assert_allclose(found, wanted, atol=2e-6)
+    assert not made.exact or np.array_equal(one, other)
+    assert np.abs(plain - wanted).max() > 1e-3
+    for found, straight in zip(cast, uncast, strict=True):
+        np.testing.assert_allclose(found, straight, rtol=1e-5, atol=1e-6)
+        assert np.abs(straight).max() > 1e-2
+
+
 def test_kernels_do_not_cast_probabilities():
     x = jnp.zeros((1, 2, 2, 64), jnp.bfloat16)
     block = KeyBlock(*(jnp.zeros((1, 2, 2, 64), jnp.bfloat16),) * 2, jnp.ones((1, 1, 2), bool))
@@ -282,15 +331,25 @@ def test_what_asks_for_more_than_a_simulation_is_refused(formats):
     assert any("has a KV cache that vLLM does not serve" in line for line in told)
 
 
-def test_probabilities_are_cast_in_the_rollout_by_the_reference_alone():
+def test_probabilities_are_cast_by_the_reference_alone(monkeypatch):
     mine = with_formats(probability="e4m3")
     check_recipe(mine)
     check_recipe(mine, "reference")
     for backend in ("cpu", "hopper"):
         with pytest.raises(UserError, match=rf'backend = "{backend}" asks for kernels'):
             check_recipe(mine, backend)
-    with pytest.raises(UserError, match=r"trainer\.probability cannot be quantized"):
-        Recipe("mine", trainer=ForwardFormats(probability=mine.rollout.probability))
+    both = replace(mine, trainer=mine.rollout, exact=True)  # a rollout's formats for both sides
+    check_recipe(both)
+    assert both.trainer == TrainerFormats(probability=parse_format("e4m3"))
+    assert both == recipe(mine, **{"trainer.probability": "e4m3", "exact": True})
+    made = jax.eval_shape(partial(trainer_policy, recipe=both, dtype=jnp.float32), make_policy())
+    assert made.compute.exact and made.compute.probability == parse_format("e4m3")
+    assert not promises_exact(both)  # no kernel casts them
+    with pytest.raises(UserError, match=r"trainer\.probability is cast by the reference alone"):
+        check_recipe(replace(both, rollout=ForwardFormats()), "cpu")
+    monkeypatch.setattr("fp8rl_jax.precision.check.selected_backend", lambda backend: "hopper")
+    with pytest.raises(UserError, match="exact cannot be promised: probabilities are cast by"):
+        check_recipe(both)
     vllm = RolloutConfig(engine="vllm", vllm=VllmConfig(python="p"))
     told = RunConfig(recipe="mine", recipes={"mine": mine.table()}, rollout=vllm).problems()
     assert any("has rollout.probability, and what vLLM's attention" in line for line in told)
@@ -312,7 +371,11 @@ def test_a_run_a_plan_doctor_and_a_comparison_know_them(tmp_path, capsys):
     assert main(["doctor", "--recipes", run, "--recipe", "mine", "--model", model]) == 0
     told = capsys.readouterr().out
     assert "key          two_levels-1x16, simulated: kept in bfloat16" in told
-    assert "probability  e4m3, cast times 256" in told and 'probability = "e4m3"' in told
+    assert (
+        "probability  rollout: e4m3, cast times 256; by the reference backend; trainer: float32"
+        in told
+        and 'probability = "e4m3"' in told
+    )
     words = [
         "--recipe",
         "mine",

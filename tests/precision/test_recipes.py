@@ -28,11 +28,11 @@ from fp8rl_jax.config.recipe import (
     RECIPES,
     ForwardFormats,
     LayerFormats,
-    LinearFormats,
     PrecisionConfig,
     Recipe,
     SideScales,
     TensorFormat,
+    TrainerFormats,
     get_recipe,
     read_rows,
 )
@@ -122,7 +122,7 @@ REFUSED = {
         r"rollout\.query must have one float32 scale",
     ),
     "trainer weight only": (
-        trained(trainer=LinearFormats(weight=W)),
+        trained(trainer=TrainerFormats(weight=W)),
         r"output_gradient is quantized, but trainer\.activation is not",
     ),
     "trainer cache": (
@@ -218,7 +218,7 @@ def test_a_pair_that_a_backend_cannot_multiply_is_refused_with_role_formats_and_
     # a weight alone is unpacked
     check_recipe(replace(FULL, rollout=ForwardFormats(weight=other.weight)), "hopper")
     five = replace(A, element="e5m2")
-    trainer = LinearFormats(replace(W, element="e5m2"), five)
+    trainer = TrainerFormats(replace(W, element="e5m2"), five)
     check_recipe(
         replace(jet, trainer=trainer, saved_activation=five, output_gradient=five), "hopper"
     )
@@ -343,7 +343,7 @@ def test_the_built_in_rows_are_these():
     assert RECIPES["fp8-kv"] == replace(
         FULL, name="fp8-kv", rollout=ForwardFormats(query=KV, key=KV, value=KV)
     )
-    both = {"trainer": LinearFormats(W, A), "output_gradient": A, "saved_activation": A}
+    both = {"trainer": TrainerFormats(W, A), "output_gradient": A, "saved_activation": A}
     assert RECIPES["fp8-e2e-kv"] == Recipe(
         "fp8-e2e-kv", ForwardFormats(W, A, KV, KV, KV), correction="nemo_is", **both
     )
@@ -354,7 +354,7 @@ def test_the_built_in_rows_are_these():
     )
     mx, rows = parse_format("mxfp8"), parse_format("nvfp4_rows")
     assert RECIPES["mxfp8"] == Recipe(
-        "mxfp8", ForwardFormats(mx, mx), LinearFormats(mx, mx), mx, mx
+        "mxfp8", ForwardFormats(mx, mx), TrainerFormats(mx, mx), mx, mx
     )
     of_rows = ForwardFormats(parse_format("nvfp4"), rows)
     assert RECIPES["nvfp4-rl"] == Recipe("nvfp4-rl", of_rows, of_rows, saved_activation=rows)
@@ -524,7 +524,7 @@ def test_scales_of_one_side():
     trained = get_recipe(
         "jet-rl", PrecisionConfig(scale="power_of_two", trainer=SideScales("float32", 64))
     )
-    blocks = LinearFormats(replace(W, block=(64, 64)), replace(A, block=(1, 64)))
+    blocks = TrainerFormats(replace(W, block=(64, 64)), replace(A, block=(1, 64)))
     assert (trained.rollout, trained.trainer) == (RECIPES["infir2"].rollout, blocks)
     assert trained.output_gradient == trained.saved_activation == blocks.activation
     for recipe in (served, trained):
@@ -730,7 +730,7 @@ def test_a_weight_in_the_compute_dtype_takes_its_activation_and_gradients_along(
     check_recipe(recipe)
     for linear in ("layers.0.up_proj", "layers.0.down_proj"):
         plain = recipe.of_linear(linear)
-        assert plain.rollout == ForwardFormats() and plain.trainer == LinearFormats()
+        assert plain.rollout == ForwardFormats() and plain.trainer == TrainerFormats()
         assert plain.output_gradient == plain.saved_activation == COMPUTE
         assert not plain.quantizes_linears
     down = recipe.of_linear("layers.1.down_proj")

@@ -12,7 +12,7 @@ import pytest
 from tiny_run import EVEN_LETTERS, check_refused, measured, train, write_run
 
 from fp8rl_jax import rl
-from fp8rl_jax.config.recipe import COMPUTE, LinearFormats, get_recipe
+from fp8rl_jax.config.recipe import COMPUTE, TrainerFormats, get_recipe
 from fp8rl_jax.config.rl import ClipCalibrationConfig, RLConfig
 from fp8rl_jax.training.learner import MiniBatch, due, recalibrate, unquantized
 from fp8rl_jax.training.state import TrainState
@@ -60,7 +60,7 @@ def test_when_a_calibration_is_due_and_what_is_not_quantized_in_it():
     config = StepConfig(get_recipe("fp8-e2e"), RLConfig(), "float32", 1.0, micro_batches=2)
     exact = unquantized(config).recipe
     assert (
-        exact.trainer == LinearFormats()
+        exact.trainer == TrainerFormats()
         and exact.output_gradient == exact.saved_activation == COMPUTE
     )
     assert (

@@ -38,6 +38,8 @@ MOE = replace(
     CONFIG, architecture="qwen3_moe", experts=ExpertsConfig(4, 2, 96, normalize=True), num_layers=1
 )
 SAMPLING = Sampling(max_new_tokens=7)
+CAST = {"probability": "e4m3"}
+ROWS = {"jet-rl-cast": {"base": "jet-rl", "rollout": CAST, "trainer": CAST}}
 
 
 @cache
@@ -51,7 +53,7 @@ def policy_of(kind: str):
 @cache
 def sampled(kind: str, name: str, dtype: str, backend: Backend = "auto"):
     """The engine, its rollout and the trainer's configuration."""
-    recipe = get_recipe(name, PrecisionConfig(exact=True))
+    recipe = get_recipe(name, PrecisionConfig(exact=True), ROWS)
     engine = LocalEngine(recipe, jnp.dtype(dtype), unroll=kind == "dense", backend=backend)
     engine.sync(policy_of(kind))
     rollout = engine.generate(make_prompts(), 4, SAMPLING, jax.random.key(1))
@@ -160,6 +162,7 @@ def test_a_resumed_run_keeps_what_was_decided(tmp_path):
         ("moe", "mxfp8", "float32", "auto"),
         ("dense", "nvfp4", "bfloat16", "auto"),
         ("moe", "int4-qat", "bfloat16", "auto"),
+        ("dense", "jet-rl-cast", "float32", "auto"),
     ],
 )
 def test_the_trainer_has_the_bits_of_the_rollout(kind, name, dtype, backend):

@@ -39,7 +39,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from fp8rl_jax.config.recipe import RECIPES, LinearFormats, Recipe
+from fp8rl_jax.config.recipe import RECIPES, Recipe, TrainerFormats
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
@@ -542,7 +542,7 @@ def _served_logprobs(
 ) -> Float[Array, "b t-1"]:
     """Log-probabilities with the linears that are served, over keys and values that are not
     quantized."""
-    formats = LinearFormats(recipe.rollout.weight, recipe.rollout.activation)
+    formats = TrainerFormats(recipe.rollout.weight, recipe.rollout.activation)
     served = trainer_policy(policy, replace(recipe, trainer=formats), dtype, backend)
     segments = jnp.ones(tokens.shape, jnp.int32)
     hidden = forward(served, tokens, segment_ids=segments, keep_cache=False).hidden
