@@ -254,8 +254,8 @@ LIST: list[Mutant] = [
         ),
         (
             "demonstrations-at-the-temperature-of-rollouts",
-            "rl=RLConfig(), temperature=1.0",
-            "rl=RLConfig()",
+            '{"rl": RLConfig(), "temperature": 1.0}',
+            '{"rl": RLConfig()}',
             "walk_through",
         ),
         (
@@ -510,7 +510,7 @@ LIST: list[Mutant] = [
         ("evaluation-always", "(step % config.every and", "(step < 0 and", "evaluation_is_due"),
         (
             "no-evaluation-at-the-end",
-            "config.every and step < self.config.trainer.steps",
+            "config.every and step < self.steps",
             "config.every",
             "evaluation_is_due",
         ),
@@ -706,19 +706,19 @@ LIST: list[Mutant] = [
         ("prompt-end-missed", "(batch.lengths - 1)[:", "(batch.lengths - 2)[:", "shared"),
         (
             "wrong-denominator",
-            "/ batch.mask.sum()",
-            "/ batch.mask.size",
+            "count = batch.mask.sum()",
+            "count = batch.mask.size",
             f"{WIRING} mean_over_answer",
         ),
         (
             "denominator-of-rows",
-            "/ batch.mask.sum()",
-            "/ batch.mask.shape[0]",
+            "count = batch.mask.sum()",
+            "count = batch.mask.shape[0]",
             f"{WIRING} mean_over_answer",
         ),
         (
             "padding-learned",
-            "jnp.where(batch.mask, logprobs, 0.0)",
+            "jnp.where(micro.mask, logprobs, 0.0)",
             "logprobs",
             f"{WIRING} mean_over_answer",
         ),
@@ -933,17 +933,22 @@ LIST: list[Mutant] = [
         WIRING,
         (
             "one-batch-for-all-steps",
-            "setup.train.batch(step,",
-            "setup.train.batch(0,",
+            "examples = self.setup.train.batch(step,",
+            "examples = self.setup.train.batch(0,",
             "walk_through",
         ),
         (
             "optimizer-of-the-run",
-            "session.restart(sft.optimizer, sft.steps)",
+            "session.restart(self.config.sft.optimizer, self.steps)",
             "session.restart()",
             "walk_through",
         ),
-        ("last-step-unlogged", "or step + 1 == sft.steps", "or step == sft.steps", "walk_through"),
+        (
+            "last-step-unlogged",
+            "or step + 1 == self.steps",
+            "or step == self.steps",
+            "walk_through",
+        ),
         (
             "same-flaws-every-step",
             "default_rng((config.seed, step))",

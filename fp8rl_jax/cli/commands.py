@@ -1,4 +1,5 @@
-"""The commands that are a few calls each: train, sft, eval, plan, export, fetch and report."""
+"""The commands that are a few calls each: train, sft, pretrain, eval, plan, export, fetch and
+report."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from fp8rl_jax.errors import UserError
 if TYPE_CHECKING:
     from fp8rl_jax.rollout.engine import Rollout
     from fp8rl_jax.training.session import Session
+    from fp8rl_jax.training.setup import Setup
 
 
 def start_jax() -> None:
@@ -43,6 +45,10 @@ def train(config: RunConfig) -> None:
 
     With `--dry-run` print the resolved configuration, parameter counts and the memory plan instead.
     """
+    if config.task.kind == "text":
+        raise UserError(
+            'task.kind = "text" has no problems to earn rewards with; `fp8rl pretrain` trains on it'
+        )
     start_jax()
     from fp8rl_jax.training import loop
     from fp8rl_jax.training.setup import announce, build, describe
@@ -87,9 +93,27 @@ def sft(config: RunConfig) -> None:
     supervise(setup)
 
 
+def pretrain(config: RunConfig) -> None:
+    """Train on text (task.kind = "text"), from random weights or from the model of model.path.
+
+    It is `fp8rl sft` on another source: [sft] has its steps and its optimizer, and the held-out
+    text is measured every evaluation.every steps.
+
+    Raises:
+        UserError: the task has problems and no text.
+    """
+    if config.task.kind != "text":
+        raise UserError(
+            f"task.kind = {config.task.kind!r} has problems, whose answers `fp8rl sft` trains on; "
+            'pretraining takes text: task.kind = "text"'
+        )
+    sft(config)
+
+
 def evaluate(config: RunConfig) -> None:
     """Measure held-out accuracy of a model, or of what a run (its directory, or the config.toml in
-    it) has trained, under a recipe's rollout formats, as a JSON object.
+    it) has trained, under a recipe's rollout formats, as a JSON object; of text its loss, under the
+    trainer's.
 
     It has the accuracy (avg@k), its 95 % interval, and pass@k where evaluation.samples is above 1.
 
@@ -104,6 +128,8 @@ def evaluate(config: RunConfig) -> None:
 
     setup = build(config, sampled=False)
     announce(setup, progress)
+    if config.task.kind == "text":
+        return _evaluate_text(setup)
     here = config.directory
     if run_directory(here) and not any(
         path and Path(path).is_relative_to(here) for path in (config.model.path, config.lora.path)
@@ -118,13 +144,24 @@ def evaluate(config: RunConfig) -> None:
             "every reward failed, so there is no accuracy; what rewards print is in "
             f"{reward_log(setup)}"
         )
-    described = {
+    print(json.dumps({**_described(config), "examples": examples, **metrics}))
+
+
+def _evaluate_text(setup: Setup) -> None:
+    from fp8rl_jax.training.sft import evaluate_text
+
+    rows = min(setup.config.evaluation.examples, len(setup.held_out))
+    print(json.dumps({**_described(setup.config), "examples": rows, **evaluate_text(setup)}))
+
+
+def _described(config: RunConfig) -> dict[str, str]:
+    """What an evaluation is of."""
+    return {
         "model": config.model.path or f"built-in, random weights of seed {config.seed}",
         **({"adapter": config.lora.path} if config.lora.path else {}),
         "recipe": config.recipe,
         "compute_dtype": config.compute_dtype,
     }
-    print(json.dumps({**described, "examples": examples, **metrics}))
 
 
 def plan(config: RunConfig) -> int:

@@ -42,6 +42,11 @@ class Command:
 COMMANDS = {
     "train": Command("reinforcement learning", "commands:train", reads_toml=True),
     "sft": Command("supervised training on the task's answers", "commands:sft", reads_toml=True),
+    "pretrain": Command(
+        "supervised training on text, from scratch or continued",
+        "commands:pretrain",
+        reads_toml=True,
+    ),
     "ablate": Command("compare arms over seeds, with intervals", "commands:ablate"),
     "eval": Command(
         "held-out accuracy of a model, or of what a run trained",

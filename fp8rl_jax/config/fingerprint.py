@@ -37,6 +37,11 @@ FREE = (
 )
 """Keys and tables that a run may be resumed with other values of: where it runs and what it
 records, not what it computes. On another mesh sums have another order."""
+FREE_SUPERVISED = (
+    *(key for key in FREE if key not in ("sft", "evaluation.every")),
+    *("evaluation", "optimizer", "rl", "task.reward", "trainer.steps"),
+)
+"""The same of supervised training, which [sft] is what and nothing is sampled in."""
 
 
 def fingerprint(config: RunConfig, objects: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -62,12 +67,17 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def is_free(key: str, now: Mapping[str, Any]) -> bool:
-    """Say whether a setting may change where a run goes on, given those that it has now."""
+def is_free(key: str, now: Mapping[str, Any], free: tuple[str, ...] = FREE) -> bool:
+    """Say whether a setting may change where a run goes on, given those that it has now.
+
+    Args:
+        free: `FREE`, or of a supervised run `FREE_SUPERVISED`.
+    """
+    if any(key == table or key.startswith(f"{table}.") for table in free):
+        return True
     # more steps of a constant learning rate are the same experiment, carried on
-    if key == "trainer.steps":
-        return now.get("optimizer.schedule") == "constant"
-    return any(key == table or key.startswith(f"{table}.") for table in FREE)
+    table = {"trainer.steps": "optimizer", "sft.steps": "sft.optimizer"}.get(key)
+    return table is not None and now.get(f"{table}.schedule") == "constant"
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -275,6 +275,11 @@ class RunConfig:
         return get_recipe(self.recipe, self.precision, self.recipes)
 
     @property
+    def steps(self) -> int:
+        """Steps of the run: of one on text those of [sft]."""
+        return self.sft.steps if self.task.kind == "text" else self.trainer.steps
+
+    @property
     def dithers(self) -> bool:
         """Whether masters are drawn at the start, as `model.dither` says."""
         if self.model.dither == "auto":
@@ -400,6 +405,13 @@ class RunConfig:
             ),
             (self.sft.steps >= 1, "sft.steps must be at least 1"),
             (self.sft.batch_size >= 1, "sft.batch_size must be at least 1"),
+            (self.sft.row_tokens >= 2, "sft.row_tokens must be at least 2"),
+            (self.sft.micro_batch_rows >= 0, "sft.micro_batch_rows must not be negative"),
+            (
+                self.sft.batch_size % max(self.sft.micro_batch_rows, 1) == 0,
+                f"sft.micro_batch_rows = {self.sft.micro_batch_rows} does not divide "
+                f"sft.batch_size = {self.sft.batch_size}",
+            ),
             (self.evaluation.every >= 0, "evaluation.every must not be negative"),
             (
                 not self.evaluation.every or self.task.eval_size != 0,

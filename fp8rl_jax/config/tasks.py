@@ -1,5 +1,5 @@
 """What the policy is trained on: a source of problems, the text of a prompt, and the reward of a
-completion, with the limits of the processes that compute it."""
+completion, with the limits of the processes that compute it; or plain text."""
 
 from __future__ import annotations
 
@@ -261,32 +261,38 @@ def _main_fault(key: str, spec: str, argument: str) -> str:
 class TaskConfig:
     """Problems and their reward."""
 
-    kind: Literal["reasoning_gym", "module", "jsonl", "environment", "python"] = "reasoning_gym"
+    kind: Literal["reasoning_gym", "module", "jsonl", "environment", "python", "text"] = (
+        "reasoning_gym"
+    )
     """A reasoning-gym generator; a Python function that returns a list of {"prompt", "answer"}
     dictionaries (their other keys become metadata; they may have the names that TRL and verl give
     them); files of such dictionaries, as JSON lines, a JSON list or Parquet; a class whose problems
     are conversations with it, of max_turns turns; or problems that the run got in Python, which a
-    file cannot name."""
+    file cannot name. text: no problems, but text to learn by heart, of `fp8rl pretrain`."""
     name: str = "chain_sum"
     """The generator's name; `module:function` or `path/to/file.py:function`; the file's path or a
     pattern such as data/*.jsonl; `module:Class` or `path/to/file.py:Class`; of kind python what the
-    problems were, such as "list of 800"."""
+    problems were, such as "list of 800"; of kind text files or a pattern (one document each, or
+    JSON lines with a `text` each), or a corpus that `fp8rl fetch` knows ("kjv")."""
     args: dict[str, Any] = field(default_factory=dict)
     """Parameters of the generator, or keyword arguments of the function or class: args = {
     min_terms = 2, max_terms = 2 }."""
     eval_path: str = ""
-    """Held-out problems of kinds jsonl and python, a path as name is of jsonl; at most eval_size of
-    them are used (unset: 256), and training skips them all. Empty: they are taken out of name."""
+    """Held-out problems of kinds jsonl and python, or text, a path as name is of jsonl or text; at
+    most eval_size of them are used (unset: 256, or all text), and training skips them all. Empty:
+    they are taken out of name."""
     max_turns: int = 1
     """Completions of one episode, at most; other kinds than environment have one. Above 1 an
     episode's reward is the sum over its turns, what the environment says is masked from the loss,
     and rollout.max_prompt_tokens bounds the conversation."""
     train_size: int = 0
-    """Training problems; 0: all that the held-out set leaves of a list, 1024 of a generator."""
+    """Training problems, or documents; 0: all that the held-out set leaves of a list, 1024 of a
+    generator."""
     eval_size: int | None = None
     """Held-out problems; 0: none, which evaluation.every = 0 goes with. Unset: 256, and no more
-    than a tenth of a list, or of a generator that runs out. They are drawn first, so the same seed
-    holds out the same problems whatever train_size is."""
+    than a tenth of a list, or of a generator that runs out; of text a tenth, in whole documents
+    where they are short enough. They are drawn first, so the same seed holds out the same problems
+    whatever train_size is."""
     seed: int = 0
     """Seed of the problems and of the split."""
     prompt_template: str = "{question}"
@@ -341,7 +347,7 @@ class TaskConfig:
                 _main_fault("task.name", self.name, "environment"),
             ),
             (
-                not self.eval_path or self.kind in ("jsonl", "python"),
+                not self.eval_path or self.kind in ("jsonl", "python", "text"),
                 f'task.eval_path belongs to task.kind = "jsonl", and this one is {self.kind!r}',
             ),
             (
@@ -350,7 +356,7 @@ class TaskConfig:
                 "raise it or drop the path",
             ),
             (
-                not self.args or self.kind not in ("jsonl", "python"),
+                not self.args or self.kind not in ("jsonl", "python", "text"),
                 f'task.args: problems of task.kind = "{self.kind}" take no arguments; take them '
                 "out",
             ),

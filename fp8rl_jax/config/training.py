@@ -223,12 +223,18 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class SftConfig:
-    """Supervised training on the task's answers: the warm start of `fp8rl sft`."""
+    """Supervised training on the task's answers, the warm start of `fp8rl sft`, or on the text of
+    `fp8rl pretrain`."""
 
     steps: int = 100
     """Updates."""
     batch_size: int = 64
-    """Examples an update."""
+    """Examples an update, or rows of text."""
+    row_tokens: int = 512
+    """Tokens of a row of text: documents stand one behind the other and are cut into rows of this
+    width, and a token sees those before it of its own document in its row."""
+    micro_batch_rows: int = 0
+    """Rows of text in one gradient-accumulation step; 0: all at once."""
     cut_short: float = 0.0
     """Part of the demonstrations that lose their last token before end-of-sequence: a flaw that the
     reward can teach away."""

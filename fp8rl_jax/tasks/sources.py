@@ -25,7 +25,8 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from itertools import chain, count
@@ -52,7 +53,7 @@ COMPARING_REWARDS = ("exact", "math_verify")
 
 Row = Mapping[str, Any]
 """question (text, or a `Conversation`), answer (None where there is none), metadata."""
-_Parse = Callable[..., Row | None]
+_Load = Callable[[], Any]
 _SHOWN_FAULTS = 20
 _PROMPT_KEYS = ("prompt", "question", "messages")
 _PROMPT_KEY_ALONE = "problem"
@@ -214,30 +215,47 @@ def read_problems(path: str, key: str, needs_answer: bool = True) -> list[Row]:
     """
     faults: list[str] = []
     problems: list[Row] = []
-    for file in _files(path, key):
-        try:
-            for source, parse in _rows(file, key):
+    for file in named_files(path, key):
+        with readable(file, key):
+            for source, load in records(file, key):
                 try:
-                    if (problem := parse(needs_answer=needs_answer)) is not None:
-                        problems.append({**problem, "source": source})
+                    problem = parse_problem(load(), needs_answer)
+                    problems.append({**problem, "source": source})
                 except Damaged as fault:
                     faults.append(f"{source}: {fault}")
-        except (OSError, EOFError, zlib.error) as fault:
-            reason = getattr(fault, "strerror", None) or fault
-            raise UserError(f"{key}: {file} cannot be read ({reason})") from fault
     refuse(faults, "rows")
     return problems
 
 
-def _rows(file: Path, key: str) -> Iterator[tuple[str, _Parse]]:
-    """(source, what parses the row or raises `Damaged`) of a file."""
+@contextmanager
+def readable(file: Path, key: str) -> Generator[None]:
+    """Turn what the operating system and gzip raise into a line about a file.
+
+    Raises:
+        UserError: in its place.
+    """
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as fault:
+        reason = getattr(fault, "strerror", None) or fault
+        raise UserError(f"{key}: {file} cannot be read ({reason})") from fault
+
+
+def records(file: Path, key: str) -> Iterator[tuple[str, _Load]]:
+    """Yield (source, what reads the row or raises `Damaged`) of JSON lines, a JSON list or Parquet.
+
+    Blank lines are passed over.
+
+    Raises:
+        UserError: it is nothing of the kind as a whole.
+    """
     with file.open("rb") as opened:
         magic = opened.read(4)
     if magic == b"PAR1":
         for number, record in enumerate(_parquet_records(file, key), start=1):
-            yield f"{file}: row {number}", partial(_parse_foreign, record)
+            yield f"{file}: row {number}", partial(_plain, record)
         return
-    with gzip.open(file) if magic[:2] == b"\x1f\x8b" else file.open("rb") as lines:
+    with opened_bytes(file) as lines:
         for number, line in enumerate(lines, start=1):
             if line.removeprefix(_BYTE_ORDER_MARK).strip() == b"{" and number == 1:
                 raise UserError(
@@ -246,17 +264,24 @@ def _rows(file: Path, key: str) -> Iterator[tuple[str, _Parse]]:
                 )
             if line.removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"[" and number == 1:
                 yield from _list_rows(file, b"".join(chain([line], lines)))
-            else:
-                yield f"{file}:{number}", partial(parse_line, line, number == 1)
+            elif line.removeprefix(_BYTE_ORDER_MARK if number == 1 else b"").strip(_BLANK):
+                yield f"{file}:{number}", partial(read_line, line, number == 1)
 
 
-def _list_rows(file: Path, text: bytes) -> Iterator[tuple[str, _Parse]]:
+def opened_bytes(file: Path) -> Any:
+    """Open a file for reading, unpacked where it is packed by gzip."""
+    with file.open("rb") as opened:
+        magic = opened.read(2)
+    return gzip.open(file) if magic == b"\x1f\x8b" else file.open("rb")
+
+
+def _list_rows(file: Path, text: bytes) -> Iterator[tuple[str, _Load]]:
     try:
-        records = _parse_json(_decoded(text, first=True))
+        rows = _parse_json(decoded(text, first=True))
     except Damaged as fault:
         raise UserError(f"{file}: {fault}") from fault
-    for number, record in enumerate(records, start=1):
-        yield f"{file}: row {number}", partial(_parse_object, record)
+    for number, record in enumerate(rows, start=1):
+        yield f"{file}: row {number}", partial(lambda record: record, record)
 
 
 def _parquet_records(file: Path, key: str) -> Iterator[dict[str, Any]]:
@@ -289,24 +314,29 @@ def refuse(faults: Sequence[str], what: str) -> None:
         raise UserError("\n".join(faults[:_SHOWN_FAULTS]) + more)
 
 
-def parse_line(
-    line: bytes, first: bool = False, needs_answer: bool = True
-) -> dict[str, Any] | None:
-    """Parse the problem of one line; None for a blank one.
+def read_line(line: bytes, first: bool = False) -> Any:
+    """Read the value of one line of JSON.
 
     Args:
         line: UTF-8, with or without its line break.
         first: whether a byte order mark may stand before it.
-        needs_answer: whether it has to have an answer.
 
     Raises:
-        Damaged: anything that is no problem.
+        Damaged: it is no JSON.
     """
-    text = _decoded(line, first).strip(" \t\r\n")
-    return _parse_object(_parse_json(text), needs_answer) if text else None
+    return _parse_json(decoded(line, first).strip(" \t\r\n"))
 
 
-def _decoded(text: bytes, first: bool) -> str:
+def decoded(text: bytes, first: bool) -> str:
+    """Decode UTF-8.
+
+    Args:
+        text: the bytes.
+        first: whether a byte order mark may stand before it.
+
+    Raises:
+        Damaged: it is none, and where.
+    """
     try:
         return text.decode("utf-8-sig" if first else "utf-8")
     except UnicodeDecodeError as fault:
@@ -315,13 +345,18 @@ def _decoded(text: bytes, first: bool) -> str:
         ) from fault
 
 
-def _parse_foreign(record: Mapping[str, Any], needs_answer: bool) -> dict[str, Any]:
-    return _parse_record(_plain(record), needs_answer)
+def parse_problem(record: Any, needs_answer: bool = True) -> dict[str, Any]:
+    """Parse the problem of a row.
 
+    Args:
+        record: what JSON or Parquet had.
+        needs_answer: whether it has to have an answer.
 
-def _parse_object(record: Any, needs_answer: bool) -> dict[str, Any]:
+    Raises:
+        Damaged: anything that is no problem.
+    """
     if not isinstance(record, dict):
-        raise Damaged(f"an object with prompt and answer was expected, not {_kind(record)}")
+        raise Damaged(f"an object with prompt and answer was expected, not {kind_of(record)}")
     return _parse_record(record, needs_answer)
 
 
@@ -335,7 +370,7 @@ def _parse_record(record: Mapping[str, Any], needs_answer: bool) -> dict[str, An
     """
     metadata = {} if (given := record.get("metadata")) is None else given
     if not isinstance(metadata, dict):
-        raise Damaged(f"metadata must be an object, not {_kind(metadata)}")
+        raise Damaged(f"metadata must be an object, not {kind_of(metadata)}")
     stated = _stated_answer(record, needs_answer)
     asked, question, said = _question(record, answered=stated is not None)
     stated = stated or said
@@ -352,14 +387,18 @@ def _parse_record(record: Mapping[str, Any], needs_answer: bool) -> dict[str, An
     return {"question": question, "answer": answer, "metadata": metadata | others}
 
 
-def _files(path: str, key: str) -> list[Path]:
+def named_files(path: str, key: str) -> list[Path]:
+    """List the files of a path or a pattern, in the order of their names.
+
+    Raises:
+        UserError: there is none.
+    """
     if Path(path).expanduser().exists():
         return [Path(path).expanduser()]
     if found := sorted(glob.glob(str(Path(path).expanduser()), recursive=True)):
         return [Path(name) for name in found]
     raise UserError(
-        f"{key} = {path!r}: there is no such file; give the path of a .jsonl file or a pattern "
-        "of several"
+        f"{key} = {path!r}: there is no such file; give the path of a file or a pattern of several"
     )
 
 
@@ -384,6 +423,7 @@ def _parse_json(text: str) -> Any:
 
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_BLANK = b" \t\r\n"
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -441,7 +481,7 @@ def _question(record: Mapping[str, Any], answered: bool) -> tuple[str, str, tupl
         except MessageFault as fault:
             raise Damaged(f"{key}: {fault}") from fault
     if not isinstance(value, str):
-        raise Damaged(f"{key} must be text or a list of messages, not {_kind(value)}")
+        raise Damaged(f"{key} must be text or a list of messages, not {kind_of(value)}")
     if not value.strip():
         raise Damaged(f"{key} is empty")
     return key, value, None
@@ -487,13 +527,14 @@ def _keys(record: Mapping[str, Any]) -> str:
 
 def _answer(where: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise Damaged(f"{where} must be text or a number, not {_kind(value)}")
+        raise Damaged(f"{where} must be text or a number, not {kind_of(value)}")
     if not (answer := str(value)).strip():
         raise Damaged(f"{where} is empty")
     return answer
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """Name what a value is in JSON's words."""
     names = {
         dict: "an object",
         list: "a list",

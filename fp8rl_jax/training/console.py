@@ -31,6 +31,14 @@ SFT_COLUMNS = (
 )
 
 
+TEXT_COLUMNS = (
+    ("loss", "loss", "{:.4f}"),
+    ("held-out", "eval/loss", "{:.4f}"),
+    ("grad norm", "optim/grad_norm", "{:.3f}"),
+    ("lr", "optim/lr", "{:.1e}"),
+)
+
+
 class Table:
     """Lines of equal width under one header.
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8rl_jax import rl
-from fp8rl_jax.config.fingerprint import changes, is_free
+from fp8rl_jax.config.fingerprint import FREE, changes, is_free
 from fp8rl_jax.errors import Interrupted, UserError
 from fp8rl_jax.parallel import (
     PROGRESS,
@@ -33,10 +33,12 @@ from fp8rl_jax.parallel import (
     to_host,
 )
 from fp8rl_jax.rollout.engine import Rollout
+from fp8rl_jax.tasks.dataset import Dataset
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.collect import Collected, Collector
+from fp8rl_jax.training.console import COLUMNS
 from fp8rl_jax.training.evaluation import evaluate
 from fp8rl_jax.training.keys import sample_key
 from fp8rl_jax.training.plan import out_of_memory
@@ -80,10 +82,7 @@ def train(setup: Setup, explain: Explain | None = None) -> None:
         with shared_faults():
             if is_main_process():
                 stack.enter_context(owned(setup.directory))
-                if not config.resume and holds_run(setup.directory):
-                    raise UserError(
-                        f"{setup.directory} holds a run already; give --resume, or another --output"
-                    )
+                refuse_taken(setup)
             pool = stack.enter_context(reward_pool(setup))
         if is_main_process():
             announce(setup, print, "rollout.prompts_per_step")
@@ -91,14 +90,23 @@ def train(setup: Setup, explain: Explain | None = None) -> None:
             if is_main_process():
                 check_answers(setup, pool)
             loop = Loop(setup, pool, explain)
-        # told to all: a process that came late would read the record of this very start
-        if sum_over_processes(np.int32(is_main_process() and loop.is_finished())):
-            _log.info("%s is finished: nothing is left to do", setup.directory)
-            loop.checkpoints.close()
+        if loop.is_finished():
             return
         with shared_faults():
             loop.open_records()
         loop.run()
+
+
+def refuse_taken(setup: Setup) -> None:
+    """Refuse a directory that holds a run which is not to be resumed.
+
+    Raises:
+        UserError: it does.
+    """
+    if not setup.config.resume and holds_run(setup.directory):
+        raise UserError(
+            f"{setup.directory} holds a run already; give --resume, or another --output"
+        )
 
 
 def holds_run(directory: Path) -> bool:
@@ -110,13 +118,18 @@ def holds_run(directory: Path) -> bool:
 
 
 class Loop:
-    """A run in progress."""
+    """A run in progress: what surrounds its steps, and the steps of reinforcement learning.
 
-    def __init__(self, setup: Setup, pool: RewardPool, explain: Explain | None = None):
+    Those of another kind of training take the place of the methods behind `_standing`.
+    """
+
+    columns, free = COLUMNS, FREE
+
+    def __init__(self, setup: Setup, pool: RewardPool | None, explain: Explain | None = None):
         self.explain = explain
         self.setup, self.config, self.session, self.pool = setup, setup.config, setup.session, pool
         config = setup.config
-        self.collector = Collector(self.session, setup.train, pool, config)
+        self.prepare()
         self.checkpoints = Checkpoints(setup.directory / "checkpoints", config.checkpoint)
         self.watch = Watch(
             config.trainer, self.checkpoints.directory, config.compute_dtype, reward_log(setup)
@@ -133,13 +146,19 @@ class Loop:
         self.tracker, self.samples, self.evaluations = Trackers([]), None, None
 
     def is_finished(self) -> bool:
-        """Say whether all steps, the last evaluation and the model are there."""
-        steps, directory = self.config.trainer.steps, self.setup.directory
-        return (
+        """Say whether all steps, the last evaluation and the model are there; then say so."""
+        steps, directory = self.steps, self.setup.directory
+        whole = (
             self.start == steps
+            and is_main_process()
             and read_record(directory).get("finished") == steps
-            and (not self.config.evaluation.every or steps in steps_of(directory / "metrics.jsonl"))
+            and (not self.evaluates or steps in steps_of(directory / "metrics.jsonl"))
         )
+        # told to all: a process that came late would read the record of this very start
+        if finished := bool(sum_over_processes(np.int32(whole))):
+            _log.info("%s is finished: nothing is left to do", directory)
+            self.checkpoints.close()
+        return finished
 
     def open_records(self) -> None:
         """Write the run's record, and open the files that its rows go to.
@@ -154,12 +173,12 @@ class Loop:
             self.tracker = make_tracker(
                 setup.directory,
                 config.tracking,
-                total_steps=config.trainer.steps,
+                total_steps=self.steps,
                 start_step=self.start,
                 settings=dataclasses.asdict(config),
+                columns=self.columns,
             )
-            self.samples = JsonLines(setup.directory / "samples.jsonl", self.start)
-            self.evaluations = JsonLines(setup.directory / "evaluations.jsonl", self.start)
+            self.open_samples()
 
     def _agree(self, step: int, before: dict[str, Any]) -> None:
         """Compare a checkpoint's settings with this run's.
@@ -179,7 +198,7 @@ class Loop:
         other = [
             line
             for key in dict.fromkeys([*before, *shared])
-            if not is_free(key, self.settings)
+            if not is_free(key, self.settings, self.free)
             for line in changes(
                 {key: before[key]} if key in before else {},
                 {key: shared[key]} if key in shared else {},
@@ -198,7 +217,7 @@ class Loop:
 
     def run(self) -> None:
         config, session = self.config, self.session
-        steps, every = config.trainer.steps, config.checkpoint.every
+        steps, every = self.steps, config.checkpoint.every
         due = False
         try:
             with (
@@ -207,7 +226,7 @@ class Loop:
             ):
                 try:
                     with stop.at_once(_alone()):
-                        session.sync(self.collector.prompts(self.start))
+                        self.begin()
                 except Asked:
                     self._leave(stop, self.start, None)
                 for step in range(self.start, steps):
@@ -218,7 +237,7 @@ class Loop:
                         with stop.at_once(_alone()):
                             # every row is written before the checkpoint that makes a resumed run go
                             # on behind it
-                            metrics, found = self._evaluate(step), self.collector.collect(step)
+                            metrics, found = self._evaluate(step), self.collect(step)
                     except Asked:
                         self._leave(stop, step, held)
                     if _asked(stop):
@@ -228,7 +247,7 @@ class Loop:
                     # time/* and perf/* since the last row: the step itself, its evaluation, and the
                     # checkpoint before it
                     with PROGRESS.part("log"):
-                        self.tracker.log(step, metrics | session.lap())
+                        self.log(step, metrics | session.lap())
                     due = due or bool(every and (step + 1) % every == 0)
                     # weights that a step could not learn from are no place to go on from
                     if step + 1 == steps or (due and not self.watch.skipping):
@@ -238,9 +257,9 @@ class Loop:
                         self._leave(stop, step + 1, session.saved())
             PROGRESS.begin(steps)
             # a run that was killed behind its last checkpoint has no row of it either
-            if config.evaluation.every:
+            if self.evaluates:
                 self.tracker.log(steps, self._evaluate(steps))
-            session.save(self.setup.directory / "model", adapters=self.setup.directory / "adapter")
+            self.save_model()
             with shared_faults():
                 if is_main_process():
                     self._sync_rows()
@@ -301,7 +320,44 @@ class Loop:
         at = f"from the checkpoint of step {self.newest}" if self.newest else "from the start"
         return f"--resume goes on {at}"
 
-    def _step(self, step: int, found: Collected, before: dict[str, float]) -> dict[str, float]:
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return self.config.trainer.steps
+
+    def prepare(self) -> None:
+        """Make what steps are made with, before a checkpoint is read."""
+        assert isinstance(self.setup.train, Dataset) and self.pool is not None
+        self.collector = Collector(self.session, self.setup.train, self.pool, self.config)
+
+    def open_samples(self) -> None:
+        """Open the files that stand beside metrics.jsonl."""
+        self.samples = JsonLines(self.setup.directory / "samples.jsonl", self.start)
+        self.evaluations = JsonLines(self.setup.directory / "evaluations.jsonl", self.start)
+
+    def begin(self) -> None:
+        """Do what comes before the first step."""
+        self.session.sync(self.collector.prompts(self.start))
+
+    def collect(self, step: int) -> Any:
+        """Gather what a step learns from; it changes nothing that a checkpoint has."""
+        return self.collector.collect(step)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record a step."""
+        self.tracker.log(step, metrics)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is an evaluation behind the last step."""
+        return bool(self.config.evaluation.every)
+
+    def save_model(self) -> None:
+        """Write what was trained."""
+        directory = self.setup.directory
+        self.session.save(directory / "model", adapters=directory / "adapter")
+
+    def _step(self, step: int, found: Any, before: dict[str, float]) -> dict[str, float]:
         """Learn from what was sampled; `before`: what the step has measured already."""
         metrics = self.session.update(
             found.experience, found.chosen, found.entering, self.collector.prompts(step + 1)
@@ -392,8 +448,9 @@ class Loop:
     def _evaluate(self, step: int) -> dict[str, float]:
         """Held-out metrics where they are due before `step`, else nothing."""
         config, session = self.config.evaluation, self.session
-        if not config.every or (step % config.every and step < self.config.trainer.steps):
+        if not config.every or (step % config.every and step < self.steps):
             return {}
+        assert isinstance(self.setup.held_out, Dataset) and self.pool is not None
         examples = self.setup.held_out.examples[: config.examples]
         key = sample_key(self.config.seed, 0)
         with session.clock.part("eval"):

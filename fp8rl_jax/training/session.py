@@ -95,8 +95,14 @@ from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.prompts import Prompt, PromptEncoder
 from fp8rl_jax.training.serving import Serving
 from fp8rl_jax.training.state import TrainState, init_state, make_optimizer, sharded_state
-from fp8rl_jax.training.step import batch_logprobs, batch_scores, supervised_update
+from fp8rl_jax.training.step import (
+    batch_logprobs,
+    batch_scores,
+    supervised_update,
+    text_loss,
+)
 from fp8rl_jax.training.stopping import deferred
+from fp8rl_jax.training.text import Text, TextRows
 from fp8rl_jax.weights.load import rollout_form, save_policy
 from fp8rl_jax.weights.peft_format import save_adapters
 from fp8rl_jax.weights.quantized_export import export_form
@@ -111,6 +117,8 @@ _KEPT = 0.9
 """Part of the update that a saved model has at least, or it is said."""
 _NARROWEST = 16
 """Tokens that prompts are padded to at least."""
+_LIKELIHOOD: dict[str, Any] = {"rl": RLConfig(), "temperature": 1.0}
+"""Of a `StepConfig` in which nothing is sampled."""
 # programs, and not dozens of small operations, which on a mesh may wait for each other without an
 # end
 _mismatch = jax.jit(rl.mismatch_metrics, static_argnames="config")
@@ -508,19 +516,58 @@ class Session:
         Raises:
             UserError: an answer is empty or has more than rollout.max_new_tokens tokens.
         """
-        learner, state = self._started()
         encoded, count = self.encode(prompts)
         if len(answers) != count:
             raise UserError(f"answers: {len(answers)} for {count} prompts; give one for each")
         tokens, mask = self.encoder.answers(
             answers, len(encoded.lengths), self.sampling.max_new_tokens
         )
-        batch = self._given(encoded, tokens, mask)
-        config = replace(learner.config, rl=RLConfig(), temperature=1.0)
+        return self._supervised(self._given(encoded, tokens, mask), 1)
+
+    @_on_mesh
+    def pretrain(self, rows: TextRows) -> dict[str, float]:
+        """Make one supervised update on rows of text, in parts of sft.micro_batch_rows.
+
+        Otherwise as `supervise`.
+        """
+        parts = len(rows.tokens) // (self.config.sft.micro_batch_rows or len(rows.tokens))
+        return self._supervised(to_global(rows, batch_sharding(self.mesh)), parts)
+
+    def _supervised(self, batch: Batch | TextRows, parts: int) -> dict[str, float]:
+        learner, state = self._started()
+        config = replace(learner.config, **_LIKELIHOOD, micro_batches=parts)
         with self._given_away():
             state, metrics = supervised_update(state, batch, config, learner.optimizer)
             self._take(state)
         return {name: float(value) for name, value in to_host(metrics).items()}
+
+    @_on_mesh
+    def text_loss(
+        self, text: Text, rows: int | None = None, batch_size: int = 16
+    ) -> tuple[float, int]:
+        """Compute the mean negative log-likelihood of text, in nats a token.
+
+        In the trainer's formats, as `pretrain` predicts it.
+
+        Args:
+            text: as `tokenized` makes it.
+            rows: how many, from the first one on; by default all.
+            batch_size: rows computed at one time.
+
+        Returns:
+            The mean, NaN where nothing is predicted, and the number of tokens that are.
+        """
+        rows = min(len(text) if rows is None else rows, len(text))
+        batch_size = -(-min(batch_size, rows) // batch_shards(self.mesh)) * batch_shards(self.mesh)
+        config, sums = replace(step_config(self.config, self.recipe), **_LIKELIHOOD), []
+        for start in range(0, rows, batch_size):
+            some = np.arange(start, start + batch_size)
+            # empty ones behind the last, so that one compiled program serves all
+            part = text.rows(np.where(some < rows, some, len(text)))
+            found = text_loss(self.weights, to_global(part, batch_sharding(self.mesh)), config)
+            sums.append(np.sum(np.asarray(to_host(found), np.float64), axis=1))
+        total, count = np.sum(sums, axis=0)
+        return float(total / count) if count else math.nan, int(count)
 
     @_alone
     def restart(self, optimizer: OptimizerConfig | None = None, updates: int | None = None) -> None:

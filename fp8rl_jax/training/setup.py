@@ -32,26 +32,28 @@ from fp8rl_jax.tasks.python_objects import (
 )
 from fp8rl_jax.tasks.sandbox.pickling import pack
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
+from fp8rl_jax.tasks.text import load_documents
 from fp8rl_jax.tasks.verifiers import unread_result, unverified
 from fp8rl_jax.training.plan import check_fits, report
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.session import Session
 from fp8rl_jax.training.source import load_model, model_shape
+from fp8rl_jax.training.text import Text, tokenized
 
 _log = logging.getLogger("fp8rl")
 
 
 @dataclass
 class Setup:
-    """What training, supervised training and evaluation share: a session, the problems, and where
-    the run writes."""
+    """What training, supervised training and evaluation share: a session, the problems or the text,
+    and where the run writes."""
 
     config: RunConfig
     session: Session
     directory: Path
-    train: Dataset
-    held_out: Dataset
-    dropped: int
+    train: Dataset | Text
+    held_out: Dataset | Text
+    dropped: int = 0
     """Training problems whose prompts are too long."""
     held_out_dropped: int = 0
     """The same of the held-out problems."""
@@ -63,6 +65,7 @@ class Setup:
     @property
     def problems(self) -> tuple[Example, ...]:
         """Those to train on, then those held out."""
+        assert isinstance(self.train, Dataset) and isinstance(self.held_out, Dataset)
         return self.train.examples + self.held_out.examples
 
     def fingerprint(self) -> dict[str, Any]:
@@ -137,9 +140,12 @@ def _built(
         check_functions(config.rl, r.samples_per_prompt)
     mesh = make_mesh(config.mesh)
     check_batch(r.prompts_per_step, mesh, "rollout.prompts_per_step")
-    if sampled and not config.dry_run:
+    is_text = config.task.kind == "text"
+    if (sampled or is_text) and not config.dry_run:
         check_fits(model_shape(config), config, dict(mesh.shape))
     policy, tokenizer = load_model(config)
+    if is_text:
+        return _of_text(config, Session(policy, tokenizer, config=config, engine=engine), mesh)
     longest = r.max_prompt_tokens + r.max_new_tokens
     if longest > policy.config.max_position_embeddings:
         raise UserError(
@@ -163,6 +169,20 @@ def _built(
     )
 
 
+def _of_text(config: RunConfig, session: Session, mesh: jax.sharding.Mesh) -> Setup:
+    """The parts of a run on text."""
+    width, positions = config.sft.row_tokens, session.weights.config.max_position_embeddings
+    if width > positions:
+        raise UserError(f"sft.row_tokens = {width} exceeds the model's {positions} positions")
+    rows = config.sft.micro_batch_rows or config.sft.batch_size
+    key = "sft.micro_batch_rows" if config.sft.micro_batch_rows else "sft.batch_size"
+    check_batch(rows, mesh, key)
+    train, held_out = (
+        tokenized(some, session.encoder, width) for some in load_documents(config.task)
+    )
+    return Setup(session.config, session, config.directory, train, held_out)
+
+
 def reward_pool(setup: Setup) -> RewardPool:
     """Start workers for the run's rewards, those given in Python among them.
 
@@ -172,7 +192,7 @@ def reward_pool(setup: Setup) -> RewardPool:
 
 
 def announce(setup: Setup, report: Callable[[str], None], step: str = "") -> None:
-    """Tell what a run begins with: its precision and its problems.
+    """Tell what a run begins with: its precision and its problems, or its text.
 
     Warns where a step takes more than there are, and where no completion can equal the answers.
 
@@ -180,11 +200,14 @@ def announce(setup: Setup, report: Callable[[str], None], step: str = "") -> Non
         report: receives the line.
         step: key of the number of problems that a step takes; empty: nothing is trained.
     """
+    what = f"{setup.config.precision_text}{', exact' * setup.session.recipe.exact}"
+    texts = [text for text in (setup.train, setup.held_out) if isinstance(text, Text)]
+    if texts:
+        parts = (f"{len(x.tokens):,} tokens of {x.documents:,} documents" for x in texts)
+        report(f"{what}: {' to train on, '.join(parts)} held out")
+        return
     counts = f"{len(setup.train)} problems to train on, {len(setup.held_out)} held out"
-    report(
-        f"{setup.config.precision_text}{', exact' * setup.session.recipe.exact}: {counts}, "
-        f"{setup.dropped + setup.held_out_dropped} dropped as too long"
-    )
+    report(f"{what}: {counts}, {setup.dropped + setup.held_out_dropped} dropped as too long")
     if step and len(setup.train) < (taken := attrgetter(step)(setup.config)):
         task, remedy = setup.config.task, "give more problems"
         if task.train_size:

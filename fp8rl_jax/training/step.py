@@ -38,6 +38,7 @@ from fp8rl_jax.rollout.calibration import sampling_observer
 from fp8rl_jax.training.batch import Batch, Packing
 from fp8rl_jax.training.optimizer import Optimizer
 from fp8rl_jax.training.state import TrainState, apply_gradients, scaled_loss
+from fp8rl_jax.training.text import TextRows
 from pallas_kernels.backend import Backend
 
 
@@ -271,14 +272,8 @@ def _update(
         (_, (loss, metrics, logprobs, seen)), gradients = grad_fn(state.policy, batch)
         seen = jax.tree.map(lambda x: x[None], seen)
     else:
-
-        def accumulate(carry, micro):
-            (_, (loss, *found)), gradients = grad_fn(state.policy, micro)
-            return jax.tree.map(jnp.add, carry, (loss, gradients)), found
-
-        zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.policy))
-        (loss, gradients), (stacked, logprobs, seen) = jax.lax.scan(
-            accumulate, zeros, split_batch(batch, config.micro_batches)
+        (loss, gradients), (stacked, logprobs, seen) = _accumulated(
+            grad_fn, state.policy, split_batch(batch, config.micro_batches)
         )
         metrics, logprobs = rl.reduce_metrics(stacked), logprobs.reshape(batch.tokens.shape)
     bounds = {}
@@ -292,16 +287,65 @@ def _update(
     return state, logprobs, metrics, seen
 
 
+def _accumulated(grad_fn: Callable, trained: Trained, parts: Any) -> tuple[tuple[Array, Any], list]:
+    """Sums of losses and gradients over micro-batches, and what else each of them gives, stacked.
+
+    Args:
+        grad_fn: (trained, micro-batch) -> ((what is differentiated, (loss, ...)), gradients).
+    """
+
+    def accumulate(carry, micro):
+        (_, (loss, *found)), gradients = grad_fn(trained, micro)
+        return jax.tree.map(jnp.add, carry, (loss, gradients)), found
+
+    zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, trained))
+    return jax.lax.scan(accumulate, zeros, parts)
+
+
+def row_logprobs(policy: Policy, rows: TextRows, config: StepConfig) -> Float[Array, "b w"]:
+    """Compute log-probabilities of the tokens of text that `rows.mask` says are predicted.
+
+    Under the trainer's formats.
+
+    Args:
+        policy: masters, as in `completion_logprobs`.
+        rows: on the mesh.
+        config: its formats and its temperature are used.
+    """
+    policy = trainer_policy(
+        policy,
+        config.recipe,
+        jnp.dtype(config.compute_dtype),
+        config.backend,
+        config.remat,
+        config.attention_chunk,
+    )
+    tokens = constrain(rows.tokens, "batch", None)
+    segments = constrain(rows.segments, "batch", None)[:, :-1]
+    hidden = forward(policy, tokens[:, :-1], rows.positions, segments, keep_cache=False).hidden
+    chunk, targets = config.logprob_chunk, tokens[:, 1:]
+    return token_logprobs(hidden, policy, targets, config.temperature, chunk)[0]
+
+
+@partial(jax.jit, static_argnames="config")
+def text_loss(
+    policy: Policy, rows: TextRows, config: StepConfig
+) -> tuple[Float[Array, " b"], Float[Array, " b"]]:
+    """Sum the negative log-likelihood of the predicted tokens of each row, and count them."""
+    logprobs = row_logprobs(policy, rows, config)
+    return -jnp.sum(logprobs, axis=1, where=rows.mask), rows.mask.sum(1).astype(jnp.float32)
+
+
 def supervised_update(
-    state: TrainState, batch: Batch, config: StepConfig, optimizer: Optimizer
+    state: TrainState, batch: Batch | TextRows, config: StepConfig, optimizer: Optimizer
 ) -> tuple[TrainState, dict[str, Array]]:
-    """Make one update on the mean negative log-likelihood of the completions' tokens.
+    """Make one update on the mean negative log-likelihood of the completions' tokens, or of text.
 
     Donates as `update` does.
 
     Args:
         batch: its tokens and mask are used, and its prompts.
-        config: its temperature, formats and loss scale are used.
+        config: its temperature, formats, loss scale and number of micro-batches are used.
 
     Returns:
         The next state; `loss` and the metrics of `apply_gradients`.
@@ -317,15 +361,26 @@ def supervised_update(
 def _supervised_update(
     state: TrainState,
     frozen: Policy | None,
-    batch: Batch,
+    batch: Batch | TextRows,
     config: StepConfig,
     optimizer: Optimizer,
 ) -> tuple[TrainState, dict[str, Array]]:
-    def loss_fn(trained: Trained):
-        logprobs, *_ = completion_logprobs(join(trained, frozen), batch, config)
-        loss = -jnp.sum(jnp.where(batch.mask, logprobs, 0.0)) / batch.mask.sum()
-        return scaled_loss(loss, state, config.loss_scale), loss
+    count = batch.mask.sum()
 
-    (_, loss), gradients = jax.value_and_grad(loss_fn, has_aux=True)(state.policy)
+    def loss_fn(trained: Trained, micro: Batch | TextRows):
+        policy = join(trained, frozen)
+        if isinstance(micro, TextRows):
+            logprobs = row_logprobs(policy, micro, config)
+        else:
+            logprobs, *_ = completion_logprobs(policy, micro, config)
+        loss = -jnp.sum(jnp.where(micro.mask, logprobs, 0.0)) / count
+        return scaled_loss(loss, state, config.loss_scale), (loss,)
+
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    if config.micro_batches == 1:
+        (_, (loss,)), gradients = grad_fn(state.policy, batch)
+    else:
+        parts = split_batch(batch, config.micro_batches)
+        (loss, gradients), _ = _accumulated(grad_fn, state.policy, parts)
     state, metrics = apply_gradients(state, gradients, loss, optimizer, config.loss_scale)
     return state, {"loss": loss, **metrics}

@@ -56,8 +56,10 @@ class Watch:
         """Whether the last update was skipped for values that are not finite."""
         return self._in_a_row > 0
 
-    def see(self, step: int, metrics: dict[str, float], scores: Scores) -> dict[str, float]:
-        """Take one step's metrics and the scores of all that it sampled.
+    def see(
+        self, step: int, metrics: dict[str, float], scores: Scores | None = None
+    ) -> dict[str, float]:
+        """Take one step's metrics and the scores of all that it sampled, if it sampled anything.
 
         An update that is skipped while a dynamic loss scale is being found is no fault: it is said,
         not counted, and does not end a row of faults either.
@@ -100,6 +102,8 @@ class Watch:
                 )
         elif not overflow:
             self._in_a_row = 0
+        if scores is None:
+            return {"optim/skipped_steps": float(self._skipped)}
         if scores.failed.any() and is_main_process():
             _log.warning("step %d: %s", step, scores.failure_text())
         self._failed_in_a_row = self._failed_in_a_row + 1 if scores.failed.all() else 0

@@ -16,7 +16,7 @@ from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.conversation import Conversation, read_messages
 from fp8rl_jax.tasks.dataset import load_splits
-from fp8rl_jax.tasks.sources import Damaged, parse_line, read_problems
+from fp8rl_jax.tasks.sources import Damaged, parse_problem, read_line, read_problems
 
 TEXT = st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip)
 VALUES = st.recursive(
@@ -34,6 +34,10 @@ MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "x"]), "content": VALUES}
 )
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2 + 2?"}]
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    return parse_problem(read_line(line))
 
 
 def write(path, *rows):
