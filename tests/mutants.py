@@ -96,8 +96,8 @@ LIST: list[Mutant] = [
         "training/test_exact.py",
         (
             "exact-with-any-engine",
-            "plain = ours and not carries",
-            "plain = not carries",
+            "plain = ours and samples and not carries",
+            "plain = samples and not carries",
             "exact_by_default",
         ),
     ),

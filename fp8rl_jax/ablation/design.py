@@ -62,14 +62,17 @@ _SHARED = {
     "rollout.max_prompt_tokens": "data",
     "model": "the model they start from",
     "lora.path": "the model they start from",
+    "sft.batch_size": "data",
+    "sft.row_tokens": "data",
     "evaluation": "how they are measured",
 }
 """Tables and settings that arms have in common, and what differs where they do not."""
 _BY_PROBLEM = ("accuracy", "pass_at_k")
+_OF_TEXT = ("loss", "perplexity")
 _EVALUATED = tuple(
     f"{where}/{name}"
     for where in ("eval", "judged")
-    for name in (*_BY_PROBLEM, "mean_length", "failed_rewards")
+    for name in (*_BY_PROBLEM, "mean_length", "failed_rewards", *_OF_TEXT)
 )
 
 
@@ -78,7 +81,8 @@ class MetricConfig:
     """What is compared: the last value of a metric of a run."""
 
     name: str = "eval/accuracy"
-    """Name in metrics.jsonl; or judged/accuracy, judged/pass_at_k."""
+    """Name in metrics.jsonl, such as eval/loss of runs on text; or judged/accuracy,
+    judged/pass_at_k, judged/loss."""
     better: Literal["higher", "lower"] = "higher"
     """Which way is better."""
     margin: float | None = None
@@ -138,10 +142,11 @@ class AblationConfig:
     once for all seeds or once a seed."""
     judge: str = ""
     """Recipe under which every trained model is evaluated once more: what it has learned, without
-    the error of its own rollout, as judged/accuracy; empty: none."""
+    the error of its own rollout, as judged/accuracy, or of text judged/loss; empty: none."""
     allow: tuple[str, ...] = ()
     """Settings, or tables of them, that arms share unless they stand here: task, model,
-    evaluation, lora.path, rollout.prompts_per_step, rollout.max_prompt_tokens."""
+    evaluation, lora.path, rollout.prompts_per_step, rollout.max_prompt_tokens, sft.batch_size,
+    sft.row_tokens."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of all arms, over the base."""
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -475,8 +480,14 @@ def _arm_faults(arm: Arm, file: AblationConfig) -> list[str]:
             continue
         if metric.startswith("eval/") and not config.evaluation.every:
             faults.append(f"evaluation.every = 0, and {key} = {metric!r} is measured there")
+        on_text = config.task.kind == "text"
+        if (metric.partition("/")[2] in _OF_TEXT) != on_text:
+            of, other = ("text", "eval/loss") if on_text else ("problems", "eval/accuracy")
+            faults.append(f"{key} = {metric!r} is not measured on {of}; {other} is")
         if metric.endswith("/pass_at_k") and config.evaluation.samples == 1:
             faults.append(f"{key} = {metric!r} needs evaluation.samples above 1")
+    if file.start != "none" and config.task.kind == "text":
+        faults.append(f'start = "{file.start}": runs on text have no warm start; set it to "none"')
     if file.start != "none" and "model.path" in arm.settings:
         faults.append(f'model.path: start = "{file.start}" makes the model; take one of them out')
     return [f"{where}: {fault}" for fault in faults]

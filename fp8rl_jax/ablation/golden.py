@@ -32,9 +32,11 @@ from fp8rl_jax.config.run import MeshConfig, RunConfig
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.models.policy import Policy, build_policy
 from fp8rl_jax.rollout.constraints import compile_phrases
+from fp8rl_jax.tasks.text import Document
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.training.experience import Experience
 from fp8rl_jax.training.session import Session
+from fp8rl_jax.training.text import tokenized
 from fp8rl_jax.weights.load import byte_policy_config
 
 PROMPTS = ("3+5=", "What is 7 times 6?", "drow", "a")
@@ -159,7 +161,23 @@ def run_start(config: RunConfig) -> Numbers:
     return {key: [_digits(each[name]) for each in steps] for key, name in names.items()}
 
 
-RUNS = {"arm": run_arm, "start": run_start}
+def run_text(config: RunConfig) -> Numbers:
+    """Make the first updates on text, and measure its loss before and behind each."""
+    config = golden_config(replace(config, sft=replace(config.sft, micro_batch_rows=0)))
+    session, documents = _session(config), [Document(text, text) for text in (*PROMPTS, *WORDS)]
+    text = tokenized(documents, session.encoder, _TOKENS)
+    session.restart(replace(config.sft.optimizer, learning_rate=_RATE), config.sft.steps)
+    found: Numbers = {"loss": [], "grad_norm": [], "logprob": []}
+    for step in range(_UPDATES + 1):
+        found["logprob"].append(_digits(-session.text_loss(text)[0]))
+        if step < _UPDATES:
+            metrics = session.pretrain(text.rows(range(len(text))))
+            found["loss"].append(_digits(metrics["loss"]))
+            found["grad_norm"].append(_digits(metrics["optim/grad_norm"]))
+    return found
+
+
+RUNS = {"arm": run_arm, "text": run_text, "start": run_start}
 
 
 def measure(kind: str, config: RunConfig) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """One process of an ablation: `python -m fp8rl_jax.ablation.process train CONFIG.toml`.
 
-It is `fp8rl train CONFIG.toml`, or `fp8rl sft`, on objects that were given in Python besides, and
-with the judge's evaluation of the trained model behind it.
+It is `fp8rl train CONFIG.toml`, `fp8rl sft` or `fp8rl pretrain`, on objects that were given in
+Python besides, and with the judge's evaluation of the trained model behind it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fp8rl_jax.tasks.python_objects import arguments_again
 class Arguments:
     """What the process does."""
 
-    command: Annotated[Literal["train", "sft"], tyro.conf.Positional]
+    command: Annotated[Literal["train", "pretrain", "sft"], tyro.conf.Positional]
     config: Annotated[str, tyro.conf.Positional]
     """The run's TOML file."""
     resume: bool = False
@@ -50,12 +50,11 @@ def run(arguments: Arguments) -> None:
 
     config = replace(read_config(RunConfig, arguments.config), resume=arguments.resume)
     given = _given(config, arguments.objects)
-    if arguments.command == "sft":
+    if arguments.command == "train":
+        train(build(config, **given))
+    else:
         model = replace(config.model, path="" if config.sft.from_scratch else config.model.path)
         supervise(build(replace(config, model=model), sampled=False, **given))
-        return
-    setup = build(config, **given)
-    train(setup)
     if arguments.judge:
         _judge(config, arguments.judge, given)
 
@@ -73,15 +72,21 @@ def _judge(config: RunConfig, recipe: str, given: dict[str, Any]) -> None:
     """Evaluate the trained model once more, under a recipe that all arms have in common."""
     from fp8rl_jax.training.evaluation import evaluate_held_out
     from fp8rl_jax.training.setup import build, reward_pool
+    from fp8rl_jax.training.sft import evaluate_text
 
     trained = replace(config.model, path=str(config.directory / "model"))
     setup = build(
         replace(config.under(recipe), model=trained, resume=False), sampled=False, **given
     )
-    with reward_pool(setup) as pool:
-        found = evaluate_held_out(setup, pool)
-    metrics = {name.replace("eval/", "judged/"): value for name, value in found.metrics.items()}
-    write_json(config.directory / JUDGED, {"recipe": recipe, **metrics, **found.row})
+    row: dict[str, Any] = {}
+    if config.task.kind == "text":
+        found = evaluate_text(setup)
+    else:
+        with reward_pool(setup) as pool:
+            evaluation = evaluate_held_out(setup, pool)
+        found, row = evaluation.metrics, evaluation.row
+    metrics = {name.replace("eval/", "judged/"): value for name, value in found.items()}
+    write_json(config.directory / JUDGED, {"recipe": recipe, **metrics, **row})
 
 
 def main() -> int:

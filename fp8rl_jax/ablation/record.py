@@ -45,6 +45,7 @@ KEPT = (
     "mismatch/logprob_abs_diff_max",
     "mismatch/is_clip_frac",
     "eval/accuracy",
+    "eval/loss",
     "sync/changed",
     "sync/arrived",
     "sync/noise",
@@ -127,7 +128,7 @@ def run_state(design: Design, arm: Arm, seed: int) -> RunState:
 
 def _state(design: Design, arm: Arm, name: str, rows: list[dict[str, Any]]) -> RunState:
     last = rows[-1] if rows else {}
-    step, steps = last.get("step", -1) + 1, arm.config.trainer.steps
+    step, steps = last.get("step", -1) + 1, arm.config.steps
     # an evaluation after the last step has a row of its own
     is_whole = step > steps if arm.config.evaluation.every else step == steps
     judged = read_judged(design.directory / name) if design.file.judge else {}
@@ -421,6 +422,7 @@ def methods(design: Design) -> str:
     """Write the paragraph for a paper: what was run, compared and fixed beforehand."""
     file, arms = design.file, [arm.name for arm in design.arms]
     metric, collapse = file.metric, file.collapse
+    on_text = design.base.task.kind == "text"
     dtypes = sorted({arm.config.compute_dtype for arm in design.arms})
     rules = [
         f"{word} {bound:g}"
@@ -430,7 +432,9 @@ def methods(design: Design) -> str:
     lines = [
         f"We trained {len(arms)} arms ({', '.join(arms)}) with {len(design.seeds)} seeds each, in "
         f"{' and '.join(dtypes)} compute.",
-        "Runs of one seed share problems, their order, sampling keys and initial weights"
+        "Runs of one seed share "
+        + ("text, its order" if on_text else "problems, their order, sampling keys")
+        + " and initial weights"
         + {
             "none": ".",
             "shared": "; all start from one supervised warm start.",

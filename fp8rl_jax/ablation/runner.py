@@ -130,7 +130,7 @@ class Job:
 
     name: str
     command: str
-    """"train" or "sft"."""
+    """"train", "pretrain" or "sft"."""
     config: RunConfig
     needs: str = ""
     """Name of the warm start that must be there first."""
@@ -155,7 +155,7 @@ class Working:
     def steps(self) -> int:
         """Steps of the whole job."""
         config = self.job.config
-        return config.trainer.steps if self.job.arm else config.sft.steps
+        return config.steps if self.job.arm else config.sft.steps
 
     @property
     def left(self) -> float:
@@ -371,12 +371,13 @@ class Runner:
                     output=folder + "/run",
                     model=model_of_shape(design, arm.config),
                     trainer=replace(arm.config.trainer, steps=steps),
+                    sft=replace(arm.config.sft, steps=steps),
                     evaluation=replace(arm.config.evaluation, every=1),
                     checkpoint=replace(arm.config.checkpoint, every=0),
                 )
                 path = Path(folder, "run.toml")
                 path.write_text(dump_toml(config))
-                words = [*_PROCESS, "train", str(path)]
+                words = [*_PROCESS, _command(arm), str(path)]
                 if packed:
                     objects = Path(folder, "objects.pickle")
                     objects.write_bytes(packed)
@@ -405,7 +406,7 @@ class Runner:
         design = self.design
         jobs = self._jobs(design.seeds, everything=True)
         starts = [job.name for job in jobs if job.command == "sft"]
-        runs = [job.name for job in jobs if job.command == "train"]
+        runs = [job.name for job in jobs if job.arm]
         scripts = {"start": starts, "runs": runs} if starts else {"runs": runs}
         for name, elements in scripts.items():
             (design.directory / f"{name}.sbatch").write_text(self._script(name, elements))
@@ -500,7 +501,7 @@ class Runner:
                     design.run_config(arm, seed), self.resolved.get(arm.name, {})
                 )
                 name = design.run_name(arm, seed)
-                jobs[name] = Job(name, "train", config, start, arm, seed)
+                jobs[name] = Job(name, _command(arm), config, start, arm, seed)
         return list(jobs.values())
 
     def _config_path(self, job: Job) -> Path:
@@ -567,12 +568,12 @@ class Runner:
         if lock is None:
             stack.close()
             return None
-        if job.command == "train":
-            words += ["--judge", self.design.file.judge] if self.design.file.judge else []
-            if any(path.name.isdigit() for path in (directory / "checkpoints").glob("*")):
-                words.append("--resume")
-            else:  # killed before its first checkpoint
-                (directory / "metrics.jsonl").unlink(missing_ok=True)
+        if job.arm and self.design.file.judge:
+            words += ["--judge", self.design.file.judge]
+        if any(path.name.isdigit() for path in (directory / "checkpoints").glob("*")):
+            words.append("--resume")
+        else:  # killed before its first checkpoint
+            (directory / "metrics.jsonl").unlink(missing_ok=True)
         (self.logs / f"{job.name}.json").unlink(missing_ok=True)
         log = stack.enter_context((self.logs / f"{job.name}.log").open("wb"))
         process = subprocess.Popen(
@@ -701,6 +702,11 @@ class _Screen:
         self.live.update(grid, refresh=True)
 
 
+def _command(arm: Arm) -> str:
+    """What makes a run of an arm."""
+    return "pretrain" if arm.config.task.kind == "text" else "train"
+
+
 def _update(each: Working, rows: list[dict[str, Any]]) -> None:
     """Take the newest row; times count from the first row that this process wrote."""
     now = time.monotonic()
@@ -712,10 +718,10 @@ def _update(each: Working, rows: list[dict[str, Any]]) -> None:
 def _later(config: RunConfig, rows: list[dict[str, Any]]) -> float:
     """Seconds that a whole run takes beyond its first steps, which were timed with an evaluation
     each."""
-    first = [row for row in rows[1:] if "time/step" in row and row.get("time/gen")]
+    first = [row for row in rows[1:] if "time/step" in row and row.get("time/train")]
     evaluating = statistics.median(row.get("time/eval", 0.0) for row in first)
     stepping = statistics.median(row["time/step"] - row.get("time/eval", 0.0) for row in first)
-    steps, every = config.trainer.steps, config.evaluation.every
+    steps, every = config.steps, config.evaluation.every
     evaluations = -(-steps // every) + 1 if every else 0
     return max(steps - len(first) - 1, 0) * stepping + (evaluations - len(first) - 2) * evaluating
 

@@ -190,10 +190,11 @@ class Recipe:
     activation formats."""
     excluded: tuple[str, ...] = ()
     """Shell patterns taken out of `quantized` again; one that matches nothing is an error."""
-    first_layers_in_compute: int = 0
-    """Layers at the start of the model whose linears are not quantized, on either side."""
-    last_layers_in_compute: int = 0
-    """Layers at its end whose linears are not quantized, on either side."""
+    first_layers_in_compute: float = 0
+    """Layers at the start of the model whose linears are not quantized, on either side; below 1 the
+    part of its layers, rounded to the nearest number of them."""
+    last_layers_in_compute: float = 0
+    """The same at its end."""
     layers: tuple[LayerFormats, ...] = ()
     """Other formats for the linears that match a pattern; of several that match, the later one
     counts. In TOML a table of tables: layers."*.down_proj".output_gradient = "e5m2-1x128". A weight
@@ -233,9 +234,12 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for key in ("first_layers_in_compute", "last_layers_in_compute"):
-            if getattr(self, key) < 0:
+            if (value := getattr(self, key)) < 0:
+                raise UserError(f"recipe {self.name!r}: {key} must be at least 0, and is {value:g}")
+            if value > 1 and value % 1:
                 raise UserError(
-                    f"recipe {self.name!r}: {key} must be at least 0, and is {getattr(self, key)}"
+                    f"recipe {self.name!r}: {key} = {value:g} is neither a number of layers nor, "
+                    "below 1, a part of them"
                 )
         if isinstance(self.trainer, ForwardFormats):  # a rollout's, given in Python to both sides
             given = self.trainer
@@ -622,11 +626,11 @@ class PrecisionConfig:
     registered (config.formats). Unset: the recipe's."""
     excluded: tuple[str, ...] = ()
     """More layers to keep in the compute dtype, as shell patterns such as "layers.0.*"."""
-    first_layers_in_compute: int = 0
+    first_layers_in_compute: float = 0
     """Layers at the start of the model whose linears stay in the compute dtype, in the rollout and
-    the trainer alike (NeMo RL's num_first_layers_in_bf16); 0: the recipe's number, none in all
-    built-in ones. Their part of an FP8 cache stays FP8."""
-    last_layers_in_compute: int = 0
+    the trainer alike (NeMo RL's num_first_layers_in_bf16), or below 1 the part of them; 0: the
+    recipe's number, none in all built-in ones but nvfp4. Their part of an FP8 cache stays FP8."""
+    last_layers_in_compute: float = 0
     """The same at the end of the model (num_last_layers_in_bf16)."""
     weight_source: Literal["compute", "master"] | None = None
     """What a quantized weight is quantized from: the master rounded to the compute dtype, or the
@@ -651,10 +655,11 @@ class PrecisionConfig:
     exact: Literal["auto", True, False] = "auto"
     """Log-probabilities of rollout and trainer that are equal bit for bit: mismatch and importance
     weights are then exactly 0 and 1. For recipes with one precision flow (bf16, jet-rl, fp8-e2e,
-    infir2, mxfp8, nvfp4, nvfp4-rl, int4-qat). auto: where that costs nothing, on one CPU device,
-    and kept when the run resumes. true: elsewhere, too; with backend = "hopper" on one GPU and one
-    sequence a row, with "reference" on all devices and meshes, several times slower. A run in which
-    a bit differs all the same stops under true; under auto it says so and goes on."""
+    infir2, mxfp8, mxfp4, nvfp4, nvfp4-rl, int4-qat). auto: where that costs nothing, on one CPU
+    device, and kept when the run resumes; not of `fp8rl pretrain`, which samples nothing. true:
+    elsewhere, too; with backend = "hopper" on one GPU and one sequence a row, with "reference" on
+    all devices and meshes, several times slower. A run in which a bit differs all the same stops
+    under true; under auto it says so and goes on."""
     backend: Literal["auto", "reference", "cpu", "hopper"] = "auto"
     """Kernels: plain XLA, C kernels for one CPU device (they need a C compiler), Hopper's Pallas
     kernels; auto: Hopper's where there is such a GPU, C kernels where they run, else plain XLA."""

@@ -45,11 +45,11 @@ def quantized_layers(recipe: Recipe, linears: Sequence[str]) -> tuple[str, ...]:
 
     layers = 1 + max(map(_layer, linears))
     chosen = tuple(name for name in linears if not why_in_compute(recipe, name, layers))
-    if recipe.first_layers_in_compute + recipe.last_layers_in_compute >= layers:
+    if sum(_ends(recipe, layers)) >= layers:
         raise UserError(
-            f"recipe {recipe.name!r}: first_layers_in_compute = {recipe.first_layers_in_compute} "
+            f"recipe {recipe.name!r}: first_layers_in_compute = {recipe.first_layers_in_compute:g} "
             "and last_layers_in_compute = "
-            f"{recipe.last_layers_in_compute} leave none of {layers} layers to quantize"
+            f"{recipe.last_layers_in_compute:g} leave none of {layers} layers to quantize"
         )
     if not chosen:
         raise UserError(
@@ -65,10 +65,11 @@ def why_in_compute(recipe: Recipe, linear: str, layers: int) -> str:
     """
     if not recipe.quantizes_linears:
         return "no linear is quantized"
-    if _layer(linear) < recipe.first_layers_in_compute:
-        return f"first_layers_in_compute = {recipe.first_layers_in_compute}"
-    if _layer(linear) >= layers - recipe.last_layers_in_compute:
-        return f"last_layers_in_compute = {recipe.last_layers_in_compute}"
+    first, last = _ends(recipe, layers)
+    if _layer(linear) < first:
+        return f"first_layers_in_compute = {recipe.first_layers_in_compute:g}"
+    if _layer(linear) >= layers - last:
+        return f"last_layers_in_compute = {recipe.last_layers_in_compute:g}"
     if not any(fnmatchcase(linear, pattern) for pattern in recipe.quantized):
         return "in no pattern of quantized"
     if by := next((pattern for pattern in recipe.excluded if fnmatchcase(linear, pattern)), ""):
@@ -76,6 +77,13 @@ def why_in_compute(recipe: Recipe, linear: str, layers: int) -> str:
     if not recipe.of_linear(linear).quantizes_linears:
         return "in the compute dtype by recipe.layers"
     return ""
+
+
+def _ends(recipe: Recipe, layers: int) -> tuple[int, int]:
+    """How many of a model's first and last layers are not quantized."""
+    ends = recipe.first_layers_in_compute, recipe.last_layers_in_compute
+    first, last = (int(x if x >= 1 else x * layers + 0.5) for x in ends)
+    return first, last
 
 
 def _layer(linear: str) -> int:

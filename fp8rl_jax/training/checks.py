@@ -42,7 +42,8 @@ def with_exact_decided(config: RunConfig, ours: bool = True) -> RunConfig:
             f"rollout.paged.extra_prompts: recipe {recipe.name!r} is exact, and tokens that older "
             "weights sampled are not; set it to 0"
         )
-    plain = ours and not carries and not config.rollout.transform
+    samples = config.task.kind != "text"
+    plain = ours and samples and not carries and not config.rollout.transform
     exact = recipe.exact or (plain and promises_exact(recipe, backend))
     return replace(config, precision=replace(config.precision, exact=exact))
 

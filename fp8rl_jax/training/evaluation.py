@@ -148,8 +148,8 @@ def evaluate_held_out(setup: Setup, pool: RewardPool) -> Evaluation:
     Raises:
         UserError: weights or scales that are not finite after quantization.
     """
-    config, session = setup.config.evaluation, setup.session
     assert isinstance(setup.held_out, Dataset)
+    config, session = setup.config.evaluation, setup.session
     examples = setup.held_out.examples[: config.examples]
     session.sync(session.encoder.batch(examples[: config.batch_size]))
     return evaluate(session, pool, examples, config, jax.random.key(setup.config.seed))

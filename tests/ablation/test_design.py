@@ -112,6 +112,18 @@ def test_a_start_makes_the_model_of_all_arms(study):
             {"metric": {"margin": 0.1, "name": "eval/pass_at_k"}},
             "'eval/pass_at_k' needs evaluation.samples above 1",
         ),
+        (
+            {"metric": {"margin": 0.1, "name": "eval/loss"}},
+            "metric.name = 'eval/loss' is not measured on problems; eval/accuracy is",
+        ),
+        (
+            {"settings": {"task.kind": "text", "task.reward.function": ""}},
+            "metric.name = 'eval/accuracy' is not measured on text; eval/loss is",
+        ),
+        (
+            {"settings": {"task.kind": "text"}, "start": "shared"},
+            'start = "shared": runs on text have no warm start',
+        ),
         ({"collapse": {"metric": "reward/mean"}}, "collapse.metric: give collapse.below or"),
         ({"allow": ["tusk"]}, "allow: 'tusk' is nothing that arms share"),
         ({"arms": {"bf16": {"recipe": "bf16"}}}, "arms: there is one; a comparison needs two"),

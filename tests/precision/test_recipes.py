@@ -331,6 +331,7 @@ def test_the_built_in_rows_are_these():
         "mxfp8",
         "nvfp4-rollout",
         "nvfp4",
+        "mxfp4",
         "nvfp4-rl",
         "w4a16",
         "int4-qat",
@@ -367,7 +368,13 @@ def test_the_built_in_rows_are_these():
         rows,
         gradient_rounding="stochastic",
         gradient_transform="hadamard",
+        first_layers_in_compute=0.032,
+        last_layers_in_compute=0.13,
     )
+    mx = parse_format("mxfp4")
+    square = ForwardFormats(parse_format("mxfp4-32x32"), mx)
+    changed = {"output_gradient": mx, "saved_activation": mx, "name": "mxfp4"}
+    assert RECIPES["mxfp4"] == replace(RECIPES["nvfp4"], rollout=square, trainer=square, **changed)
     integers = ForwardFormats(parse_format("int4-1x128"))
     assert RECIPES["int4-qat"] == Recipe("int4-qat", integers, integers)
     for name, of in (
@@ -385,6 +392,17 @@ def test_the_built_in_rows_are_these():
     assert FULL.quantized == tuple(
         f"*.{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
     )
+
+
+@pytest.mark.parametrize(
+    ("layers", "first", "last"),
+    [(62, 2, 8), (32, 1, 4), (30, 1, 4), (16, 1, 2), (12, 0, 2), (6, 0, 1), (4, 0, 1), (3, 0, 0)],
+)
+def test_nvfp4_keeps_a_part_of_the_layers(layers, first, last):
+    """Of 62 layers those of the paper."""
+    names = linear_names(replace(CONFIG, num_layers=layers))
+    chosen = quantized_layers(RECIPES["nvfp4"], names)
+    assert chosen == names[7 * first : 7 * (layers - last)]
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -663,10 +681,12 @@ def test_first_and_last_layers_in_the_compute_dtype():
         UserError, match=r"precision\.last_layers_in_compute: recipe 'bf16' quantizes no linear"
     ):
         get_recipe("bf16", PrecisionConfig(last_layers_in_compute=1))
-    with pytest.raises(
-        UserError, match=r"precision\.first_layers_in_compute: -1 must be a number of at least 0"
+    for value, message in (
+        (-1, r"precision\.first_layers_in_compute: -1 must be a number of at least 0"),
+        (1.5, "first_layers_in_compute = 1.5 is neither a number of layers nor, below 1, a part"),
     ):
-        get_recipe("fp8-rl", PrecisionConfig(first_layers_in_compute=-1))
+        with pytest.raises(UserError, match=message):
+            get_recipe("fp8-rl", PrecisionConfig(first_layers_in_compute=value))
 
 
 @pytest.mark.parametrize(

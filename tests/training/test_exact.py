@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import ExpertsConfig
@@ -89,16 +91,20 @@ def bits(values, mask) -> bytes:
     return np.where(np.asarray(mask), np.asarray(values), np.float32(0)).tobytes()
 
 
-def decided(recipe: str, exact="auto", ours: bool = True):
-    config = RunConfig(recipe=recipe, precision=PrecisionConfig(exact=exact))
+def decided(recipe: str, exact="auto", ours: bool = True, **task: Any):
+    config = RunConfig(
+        recipe=recipe, precision=PrecisionConfig(exact=exact), task=TaskConfig(**task)
+    )
     return with_exact_decided(config, ours).precision.exact
 
 
 def test_recipes_with_one_precision_flow_are_exact_by_default(monkeypatch):
-    one_flow = {"bf16", "jet-rl", "fp8-e2e", "infir2", "mxfp8", "nvfp4", "nvfp4-rl", "int4-qat"}
+    one_flow = {"bf16", "jet-rl", "fp8-e2e", "infir2", "int4-qat"}
+    one_flow |= {"mxfp8", "mxfp4", "nvfp4", "nvfp4-rl"}
     assert {name for name in RECIPES if decided(name)} == one_flow
     assert decided("jet-rl", False) is False and decided("jet-rl", True) is True
     assert decided("jet-rl", ours=False) is False
+    assert decided("jet-rl", kind="text") is False  # nothing is sampled
     monkeypatch.setattr("pallas_kernels.invariant.is_available", lambda backend="auto": False)
     assert decided("jet-rl") is False and decided("jet-rl", True) is True
 
