@@ -1531,6 +1531,27 @@ LIST: list[Mutant] = [
         ("mx-scales-down", 'if self.scale == "up":', 'if self.scale == "down":', "rounded_up_is"),
     ),
     *of(
+        "precision/formats/fp4.py",
+        "precision/test_fp4.py",
+        (
+            "outliers-lost",
+            "self.numbers(q.values) + outside",
+            "self.numbers(q.values)",
+            "clamped_and_compensated",
+        ),
+        ("bounds-of-all-tokens", 'x if self.of == "row" else', "", "is_its_own"),
+    ),
+    *of(
+        "precision/estimator.py",
+        "precision/test_fp4.py",
+        (
+            "slope-of-the-unscaled-weight",
+            "gradient * e2m1_slope(scaled)",
+            "gradient * e2m1_slope(master)",
+            "gradients_of_a_linear",
+        ),
+    ),
+    *of(
         "precision/formats/nvfp4.py",
         "precision/test_formats.py",
         (

@@ -64,6 +64,9 @@ MINIFLOATS = {
 }
 """Bits of exponent and mantissa of the floats that no dtype stores, by name."""
 
+WHOLE = 0
+"""In a block: the whole axis."""
+
 WITH_OWN_QUANTIZER: dict[str, tuple[int, int]] = {
     "mxfp8": (1, 32),
     "mxfp8_floor": (1, 32),
@@ -80,13 +83,13 @@ WITH_OWN_QUANTIZER: dict[str, tuple[int, int]] = {
     "nvfp4_four_over_six": (1, 16),
     "nvfp4_rows_four_over_six": (1, 16),
     "int4": (1, 32),
+    "fp4": (1, WHOLE),
+    "fp4_clamped": (1, WHOLE),
+    "fp4_clamped_tensor": (1, WHOLE),
     **dict.fromkeys(MINIFLOATS, (1, 128)),
 }
 """Names that stand for more than an element type in blocks, and their usual blocks: those that come
 with the library (precision.formats.BUILT_IN), and what `precision.formats.register` adds."""
-
-WHOLE = 0
-"""In a block: the whole axis."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,6 @@ class TensorFormat:
             and len(self.block) == 2
             and all(isinstance(n, int) and n >= WHOLE for n in self.block)
             and self.block != (WHOLE, WHOLE)
-            and not (WHOLE in self.block and self.element in WITH_OWN_QUANTIZER)
         )
         if self.block is not None and not sound:
             raise UserError(

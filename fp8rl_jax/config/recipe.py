@@ -105,6 +105,7 @@ class ForwardFormats(TrainerFormats):
 
 GradientRounding = Literal["nearest", "stochastic"]
 GradientTransform = Literal["none", "hadamard"]
+GradientEstimator = Literal["straight_through", "differentiable"]
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class LinearPrecision:
     saved_activation: TensorFormat = COMPUTE
     gradient_rounding: GradientRounding = "nearest"
     gradient_transform: GradientTransform = "none"
+    weight_gradient_estimator: GradientEstimator = "straight_through"
 
 
 LINEAR_ROLES = (
@@ -185,6 +187,10 @@ class Recipe:
     """What both operands of a weight's gradient go through before they are quantized. hadamard: 16
     tokens are mixed at a time, with signs, so that an outlier is spread over all (arXiv
     2509.25149)."""
+    weight_gradient_estimator: GradientEstimator = "straight_through"
+    """The derivative that quantizing a weight has. straight_through: 1. differentiable: that of a
+    smooth function near the steps of e2m1, 3 at most in the middle between two numbers and 0.2 at
+    them (arXiv 2501.17116, section 3.1); of weights in e2m1 alone."""
     quantized: tuple[str, ...] = LINEARS
     """Shell patterns over layer names (layers.3.q_proj) of the linears that take the weight and
     activation formats."""
@@ -292,6 +298,7 @@ class Recipe:
             self.saved_activation,
             self.gradient_rounding if self.output_gradient.quantized else "nearest",
             self.gradient_transform if self.output_gradient.quantized else "none",
+            self.weight_gradient_estimator,
         )
 
     def format_of(self, role: str) -> TensorFormat:
@@ -655,8 +662,8 @@ class PrecisionConfig:
     exact: Literal["auto", True, False] = "auto"
     """Log-probabilities of rollout and trainer that are equal bit for bit: mismatch and importance
     weights are then exactly 0 and 1. For recipes with one precision flow (bf16, jet-rl, fp8-e2e,
-    infir2, mxfp8, mxfp4, nvfp4, nvfp4-rl, int4-qat). auto: where that costs nothing, on one CPU
-    device, and kept when the run resumes; not of `fp8rl pretrain`, which samples nothing. true:
+    infir2, mxfp8, mxfp4, nvfp4, nvfp4-rl, int4-qat, fp4). auto: where that costs nothing, on one
+    CPU device, and kept when the run resumes; not of `fp8rl pretrain`, which samples nothing. true:
     elsewhere, too; with backend = "hopper" on one GPU and one sequence a row, with "reference" on
     all devices and meshes, several times slower. A run in which a bit differs all the same stops
     under true; under auto it says so and goes on."""

@@ -21,6 +21,8 @@ from fp8rl_jax.precision.formats import (
     in_blocks,
     of_weights_alone,
 )
+from fp8rl_jax.precision.formats.drawn import Drawn
+from fp8rl_jax.precision.formats.fp4 import ClampedFP4
 from fp8rl_jax.precision.quantizer import round_through
 from pallas_kernels import Format, invariant
 from pallas_kernels.attention import PROBABILITY_FACTOR
@@ -41,6 +43,11 @@ def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
             them and the backend; or the backend that the recipe needs is not there.
     """
 
+    if recipe.weight_gradient_estimator != "straight_through" and not recipe.quantizes("trainer"):
+        raise UserError(
+            f"recipe {recipe.name!r}: weight_gradient_estimator is of a trainer's quantized "
+            "weights, and there are none"
+        )
     for variant, rule in zip(recipe.variants, (None, *recipe.layers), strict=True):
         _check(variant, backend, f"layers.{quoted(rule.pattern)}: " if rule else "")
 
@@ -62,6 +69,21 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
         for role in ("weight", "activation"):
             _check_scale(getattr(formats, role), f"{side}.{role}", refuse)
         _check_activation(formats, side, refuse)
+    served = recipe.rollout.activation
+    if served.quantized and _clamps(served) and not format_of(served, (1, 1)).by_row:
+        refuse(
+            "rollout.activation",
+            f"is {served.name}, whose bounds are quantiles of all tokens of a batch: a token would "
+            "depend on those that come after it; take fp4_clamped, a token's own",
+        )
+    if recipe.weight_gradient_estimator == "differentiable" and recipe.trainer.weight.quantized:
+        weight = format_of(recipe.trainer.weight, (1, 1))
+        if not (isinstance(weight, Drawn) and weight.is_e2m1):
+            refuse(
+                "weight_gradient_estimator",
+                f'must be "straight_through": {recipe.trainer.weight.name} is not e2m1, whose '
+                "steps the other one knows",
+            )
     _check_heads(recipe.rollout, refuse)
     for side in ("rollout", "trainer"):
         _check_probability(
@@ -133,8 +155,11 @@ def _check_roles(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
 def _check_activation(
     formats: TrainerFormats, side: str, refuse: Callable[[str, str], None]
 ) -> None:
-    """The groups of an activation against the weight's along the contraction."""
+    """The groups of an activation against the weight's along the contraction, and what is of
+    activations alone."""
     weight, activation = formats.weight, formats.activation
+    if weight.quantized and _clamps(weight):
+        refuse(f"{side}.weight", f"is of activations alone: {weight.name} clamps outliers; use fp4")
     if not activation.quantized:
         return
     if in_blocks(weight) and in_blocks(activation):
@@ -145,6 +170,10 @@ def _check_activation(
                 f"{side}.activation.block",
                 f"must be {block_text((1, columns))}, the weight's block along the contraction",
             )
+
+
+def _clamps(fmt: TensorFormat) -> bool:
+    return isinstance(format_of(fmt, (1, 1)), ClampedFP4)
 
 
 def _ties_tokens(recipe: Recipe) -> bool:
@@ -361,6 +390,8 @@ def _check_backward(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
     _check_scale(gradient, "output_gradient", refuse)
     if not gradient.quantized:
         return
+    if _clamps(gradient):
+        refuse("output_gradient", f"is of activations alone: {gradient.name} clamps outliers")
     columns = weight.block[1] if weight.block else WHOLE
     fits = [(1, columns), *([None] if weight.block is None else [])]
     if in_blocks(weight) and in_blocks(gradient) and gradient.block not in fits:

@@ -28,7 +28,8 @@ before they are quantized (`gradient_transform`, precision/hadamard.py). Between
 travel in the compute dtype; dW is accumulated and returned in float32. This is the flow of Jet-RL
 (arXiv 2601.14243) and DeepSeek-V3 (arXiv 2412.19437, section 3.3). A dimension that is no multiple
 of 128 has a shorter last block. Quantization itself has the derivative of the identity (the
-straight-through estimator, arXiv 1308.3432).
+straight-through estimator, arXiv 1308.3432), that of a weight in e2m1 another one on request
+(precision/estimator.py).
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from jaxtyping import Array, Float, Int
 from fp8rl_jax.config.formats import COMPUTE, WHOLE, TensorFormat
 from fp8rl_jax.config.recipe import LinearPrecision
 from fp8rl_jax.precision.compute import Compute
+from fp8rl_jax.precision.estimator import with_estimated_gradient
 from fp8rl_jax.precision.formats import format_of
 from fp8rl_jax.precision.hadamard import HADAMARD, hadamard
 from fp8rl_jax.precision.quantizer import (
@@ -159,6 +161,8 @@ class QuantizedWeight:
         quantized = (
             source if isinstance(source, QTensor) else quantize(source, precision.weight, backend)
         )
+        if master is not None and precision.weight_gradient_estimator == "differentiable":
+            master = with_estimated_gradient(master, quantized)
         turned, whole = None, precision.weight.block is None
         if precision.output_gradient.quantized and not (whole or quantized.format.square):
             values = source.dequantize() if isinstance(source, QTensor) else source

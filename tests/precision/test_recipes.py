@@ -153,6 +153,22 @@ REFUSED = {
         {"rollout": ForwardFormats(value=parse_format("int4-1x16"))},
         r"rollout\.value cannot be int4-1x16, which is of weights alone",
     ),
+    "an estimator of other weights": (
+        trained(weight_gradient_estimator="differentiable"),
+        r"weight_gradient_estimator must be \"straight_through\": e4m3-128x128 is not e2m1",
+    ),
+    "an estimator of nothing": (
+        {"weight_gradient_estimator": "differentiable"},
+        "weight_gradient_estimator is of a trainer's quantized weights, and there are none",
+    ),
+    "weights that are clamped": (
+        rollout(weight=parse_format("fp4_clamped")),
+        r"rollout\.weight is of activations alone: fp4_clamped-1xall clamps outliers; use fp4",
+    ),
+    "outliers among all tokens": (
+        rollout(weight=parse_format("fp4"), activation=parse_format("fp4_clamped_tensor")),
+        r"rollout\.activation is fp4_clamped_tensor-1xall, whose bounds are quantiles of all tokens",
+    ),
     "drawn roundings": (
         trained(gradient_rounding="stochastic"),
         r"gradient_rounding must be \"nearest\": e4m3-1x128 has no stochastic rounding",
@@ -286,11 +302,11 @@ def test_what_is_no_format_is_refused(name, message):
 
 
 def test_a_new_file_registers_an_element_and_a_format(monkeypatch):
-    for table, name in ((ELEMENTS, "fp4"), (FORMATS, "mx4")):
+    for table, name in ((ELEMENTS, "f4"), (FORMATS, "mx4")):
         monkeypatch.setitem(table, name, None)
         del table[name]  # not there yet, and gone again after the test
-    element = register_element(ElementType("fp4", "float4_e2m1fn", 6.0, 4))
-    fmt = register_format("mx4", TensorFormat("fp4", (1, 32), "power_of_two"))
+    element = register_element(ElementType("f4", "float4_e2m1fn", 6.0, 4))
+    fmt = register_format("mx4", TensorFormat("f4", (1, 32), "power_of_two"))
     row = recipe_like(
         "fp8-rollout", "mine", **{"rollout.weight": "mx4", "rollout.activation": "e4m3-1x32"}
     )
@@ -300,9 +316,9 @@ def test_a_new_file_registers_an_element_and_a_format(monkeypatch):
     assert row.table()["rollout"]["weight"] == fmt.name == "mx4"
     check_recipe(row)  # the reference multiplies the pair
     # on the command line, too, which was read before
-    flags = ["--recipe", "jet-rl", "--precision.output-gradient", "fp4"]
+    flags = ["--recipe", "jet-rl", "--precision.output-gradient", "f4"]
     asked = load_config(RunConfig, flags, "fp8rl train")
-    assert get_recipe("jet-rl", asked.precision).output_gradient.element == "fp4"
+    assert get_recipe("jet-rl", asked.precision).output_gradient.element == "f4"
     with pytest.raises(UserError, match=r"precision\.output_gradient: unknown element 'fp5'"):
         get_recipe("jet-rl", PrecisionConfig(output_gradient="fp5"))
     register_format("mx4", fmt)
@@ -335,6 +351,7 @@ def test_the_built_in_rows_are_these():
         "nvfp4-rl",
         "w4a16",
         "int4-qat",
+        "fp4",
     ]
     assert RECIPES["bf16"] == Recipe("bf16")
     assert FULL == Recipe(
@@ -377,6 +394,11 @@ def test_the_built_in_rows_are_these():
     assert RECIPES["mxfp4"] == replace(RECIPES["nvfp4"], rollout=square, trainer=square, **changed)
     integers = ForwardFormats(parse_format("int4-1x128"))
     assert RECIPES["int4-qat"] == Recipe("int4-qat", integers, integers)
+    clamped = parse_format("fp4_clamped")
+    four = ForwardFormats(parse_format("fp4"), clamped)
+    assert RECIPES["fp4"] == Recipe(
+        "fp4", four, four, saved_activation=clamped, weight_gradient_estimator="differentiable"
+    )
     for name, of in (
         ("mxfp8-rollout", "mxfp8"),
         ("nvfp4-rollout", "nvfp4-rl"),

@@ -100,7 +100,7 @@ def decided(recipe: str, exact="auto", ours: bool = True, **task: Any):
 
 def test_recipes_with_one_precision_flow_are_exact_by_default(monkeypatch):
     one_flow = {"bf16", "jet-rl", "fp8-e2e", "infir2", "int4-qat"}
-    one_flow |= {"mxfp8", "mxfp4", "nvfp4", "nvfp4-rl"}
+    one_flow |= {"mxfp8", "mxfp4", "nvfp4", "nvfp4-rl", "fp4"}
     assert {name for name in RECIPES if decided(name)} == one_flow
     assert decided("jet-rl", False) is False and decided("jet-rl", True) is True
     assert decided("jet-rl", ours=False) is False
@@ -169,6 +169,7 @@ def test_a_resumed_run_keeps_what_was_decided(tmp_path):
         ("dense", "nvfp4", "bfloat16", "auto"),
         ("moe", "int4-qat", "bfloat16", "auto"),
         ("dense", "jet-rl-cast", "float32", "auto"),
+        ("dense", "fp4", "bfloat16", "auto"),
     ],
 )
 def test_the_trainer_has_the_bits_of_the_rollout(kind, name, dtype, backend):

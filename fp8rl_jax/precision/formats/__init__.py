@@ -18,8 +18,8 @@ file, in this folder or in anyone's program:
 alike. It is multiplied dequantized, in float32: a kernel that multiplies it as it is stored is
 another matter. A `WeightFormat` is refused where it is not of weights.
 
-What comes with the library (`BUILT_IN`): MX formats (mx.py), NVFP4, INT4 weights, and floats of any
-few bits (minifloat.py).
+What comes with the library (`BUILT_IN`): MX formats (mx.py), NVFP4, INT4 weights, floats of any few
+bits (minifloat.py), and FP4 with a scale a row, with and without clamped outliers (fp4.py).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import jax.numpy as jnp
 
 from fp8rl_jax.config.formats import MINIFLOATS, WHOLE, TensorFormat, register_name
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.precision.formats.fp4 import FP4, ClampedFP4
 from fp8rl_jax.precision.formats.int4 import Int4
 from fp8rl_jax.precision.formats.minifloat import Minifloat
 from fp8rl_jax.precision.formats.mx import MX, MXFP4
@@ -63,15 +64,17 @@ def format_of(fmt: TensorFormat, shape: tuple[int, ...] = ()) -> Format:
 
     Args:
         fmt: not the compute dtype.
-        shape: of the tensor: one scale for each trailing matrix where the format has no block.
+        shape: of the tensor: one scale for each trailing matrix where the format has no block, and
+            for a whole axis where its block says so.
 
     Raises:
         UserError: the format cannot be stored.
     """
-    if made := _REGISTERED.get(fmt.element):
-        return replace(made, block=fmt.block or made.block)
-    rows, columns = fmt.block or (WHOLE, WHOLE)
+    made = _REGISTERED.get(fmt.element)
+    rows, columns = fmt.block or (made.block if made else (WHOLE, WHOLE))
     block = rows or shape[-2], columns or shape[-1]
+    if made:
+        return replace(made, block=block)
     return Blocks(block, fmt.element_type.dtype, fmt.scale)
 
 
@@ -128,6 +131,9 @@ BUILT_IN: dict[str, Format] = {
     "nvfp4_four_over_six": NVFP4(four_over_six=True),
     "nvfp4_rows_four_over_six": NVFP4(outer="row", four_over_six=True),
     "int4": Int4(),
+    "fp4": FP4(),
+    "fp4_clamped": ClampedFP4(),
+    "fp4_clamped_tensor": ClampedFP4(of="tensor"),
     **{
         name: Minifloat(exponent=exponent, mantissa=mantissa)
         for name, (exponent, mantissa) in MINIFLOATS.items()

@@ -16,6 +16,11 @@ from pallas_kernels.backend import Backend
 class Drawn(Format):
     """A format whose subclass says once how it rounds."""
 
+    @property
+    def is_e2m1(self) -> bool:
+        """Whether its numbers are 0, 0.5, 1, 1.5, 2, 3, 4, 6 times a scale."""
+        return False
+
     @abstractmethod
     def quantize_with(self, x: Float[Array, "*batch m n"], draw: Array | None = None) -> QTensor:
         """Quantize.

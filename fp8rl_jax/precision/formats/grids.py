@@ -27,12 +27,17 @@ def on_grid(
         draw: in [0, 1), of the shape of `x`: it is rounded up where the draw reaches what is left
             to the number above. None: to nearest, ties to even.
     """
+    step = step_of(x, mantissa, smallest)
+    steps = x / step  # exact: a power of two
+    return (jnp.round(steps) if draw is None else jnp.floor(steps + draw)) * step
+
+
+def step_of(x: Float[Array, "*axes"], mantissa: int, smallest: int) -> Float[Array, "*axes"]:
+    """Find the distance between the numbers on both sides of each value, for `on_grid`."""
     binade = lax.bitcast_convert_type(
         lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000, jnp.float32
     )
-    step = jnp.maximum(binade, 2.0**smallest) * 2.0**-mantissa
-    steps = x / step  # exact: a power of two
-    return (jnp.round(steps) if draw is None else jnp.floor(steps + draw)) * step
+    return jnp.maximum(binade, 2.0**smallest) * 2.0**-mantissa
 
 
 def drawn_from_cells(

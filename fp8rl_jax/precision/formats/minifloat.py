@@ -44,22 +44,33 @@ class Minifloat(Drawn):
         steps = x / expand_scales(scales, self.block, x.shape[-2:])
         inside = jnp.clip(steps, -self.largest, self.largest)
         smallest = 2 - 2 ** (self.exponent - 1)
-        values = on_grid(inside, self.mantissa, smallest, draw).astype(jnp.bfloat16)
-        return QTensor(values, scales, self)
+        return QTensor(self.stored(on_grid(inside, self.mantissa, smallest, draw)), scales, self)
+
+    def stored(self, x: Float[Array, "*batch m n"]) -> Array:
+        """Encode numbers of the float."""
+        return x.astype(jnp.bfloat16)
+
+    def numbers(self, values: Array) -> Float[Array, "*batch m n"]:
+        """Decode what is stored, float32."""
+        return values.astype(jnp.float32)
 
     def dequantize(self, q: QTensor) -> Float[Array, "*batch m n"]:
         """Multiply values with the scale of their block."""
-        return q.values.astype(jnp.float32) * expand_scales(q.scales, self.block, q.shape[-2:])
+        return self.numbers(q.values) * expand_scales(q.scales, self.block, q.shape[-2:])
 
     def dithered(self, q: QTensor, salt: UInt32[Array, ""]) -> Float[Array, "*batch m n"]:
         """Values drawn from their cells."""
-        numbers, smallest = q.values.astype(jnp.float32), 2 - 2 ** (self.exponent - 1)
+        numbers, smallest = self.numbers(q.values), 2 - 2 ** (self.exponent - 1)
         drawn = drawn_from_cells(numbers, self.mantissa, smallest, self.largest, salt)
         return drawn * expand_scales(q.scales, self.block, q.shape[-2:])
 
     def limit(self, q: QTensor) -> Float[Array, "*batch m n"]:
         """The largest number times the scale."""
         return self.largest * expand_scales(q.scales, self.block, q.shape[-2:])
+
+    @property
+    def is_e2m1(self) -> bool:
+        return (self.exponent, self.mantissa) == (2, 1)
 
     @property
     def name(self) -> str:

@@ -130,6 +130,10 @@ class MX(Drawn):
         return expand_scales(q.scales.astype(jnp.float32), self.block, q.shape[-2:])
 
     @property
+    def is_e2m1(self) -> bool:
+        return self.element == "e2m1"
+
+    @property
     def name(self) -> str:
         return f"MX {self.element} {block_name(self.block)}"
 

@@ -58,6 +58,8 @@ class NVFP4(Drawn):
     four_over_six: bool = False
     packed: ClassVar[int] = 2
 
+    is_e2m1: ClassVar[bool] = True
+
     @property
     def by_row(self) -> bool:
         return self.block[0] == 1 and self.outer == "row"
