@@ -1531,6 +1531,21 @@ LIST: list[Mutant] = [
         ("mx-scales-down", 'if self.scale == "up":', 'if self.scale == "down":', "rounded_up_is"),
     ),
     *of(
+        "rl/sharpness.py",
+        "rl/test_sharpness.py",
+        ("box-without-the-target", "room + of_target(room)", "room", "best_corner"),
+    ),
+    *of(
+        "training/step.py",
+        "training/test_packing.py",
+        (
+            "sharpness-of-the-first-token",
+            "jnp.take_along_axis(x, last, axis=1)",
+            "jnp.take_along_axis(x, 0 * last, axis=1)",
+            "last_tokens_logits",
+        ),
+    ),
+    *of(
         "precision/formats/fp4.py",
         "precision/test_fp4.py",
         (

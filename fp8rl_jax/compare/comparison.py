@@ -18,6 +18,7 @@ The results as plain data, which `--json` writes, the terminal shows and the rep
      "quantized_on_one_side": {"a": [names], "b": [names]},
      "logprobs": {"tokens", "differing", "mean_abs", "max_abs", "k3", "row", "position", "a", "b",
                   "token", "text"},
+     "sharpness": {"a": {"sharpness/0.001": number, ...}, "b": the same},
      "recorded": null or {"key", "a", "b"}, the last two as "logprobs", with what is recorded for a
                  and that side for b,
      "layers": [{"name", "rerouted", "input": difference, "operations": [operation, ...]}, ...],
@@ -105,6 +106,8 @@ class Comparison:
     Attributes:
         logprobs: `logprob_differences` of the completions' tokens.
         by_side: these log-probabilities, of side a and of side b, float32 [rows, tokens].
+        sharpness: of the loss in the last tokens' logits, of side a and of side b
+            (rl/sharpness.py), by the names of training's metrics.
         first: of each cause, in the order of `CAUSES`, the operation that is first in the model.
             Where a format differs, the first reduction may well come earlier, and is of no weight
             beside it.
@@ -116,6 +119,7 @@ class Comparison:
     end: tuple[OperationResult, ...]
     logprobs: dict[str, float | int | None]
     by_side: tuple[np.ndarray, np.ndarray]
+    sharpness: tuple[dict[str, float], dict[str, float]]
     first: tuple[FirstDifference, ...]
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
@@ -199,10 +203,16 @@ class _Comparing:
             end=(norm, last),
             logprobs=logprob_differences(of_a, of_b, self.masks.completion),
             by_side=(of_a, of_b),
+            sharpness=(self.sharpness(a, hidden[0]), self.sharpness(b, hidden[1])),
             first=tuple(self.first[cause] for cause in CAUSES if cause in self.first),
             only_a=tuple(x for x in quantized_a if x not in quantized_b),
             only_b=tuple(x for x in quantized_b if x not in quantized_a),
         )
+
+    def sharpness(self, side: Side, hidden: Parts) -> dict[str, float]:
+        """Of one side on its own hidden states."""
+        found = jax.device_get(side.sharpness(hidden, self.tokens, self.temperature))
+        return {name: float(value) for name, value in found.items()}
 
     def name_excess_precision(self) -> None:
         """In the sides' whole programs: no other cause is looked for there."""
@@ -482,6 +492,10 @@ def document(
         "first": [dataclasses.asdict(first) for first in comparison.first],
         "quantized_on_one_side": {"a": list(comparison.only_a), "b": list(comparison.only_b)},
         "logprobs": named(comparison.logprobs),
+        "sharpness": {
+            side: {name: _rounded(value) for name, value in found.items()}
+            for side, found in zip("ab", comparison.sharpness, strict=True)
+        },
         "recorded": of_recorded,
         "layers": [
             {

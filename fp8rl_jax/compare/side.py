@@ -14,6 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from fp8rl_jax import rl
 from fp8rl_jax.compare.probe import excess_precision, run_layer
 from fp8rl_jax.compare.tokens import Parts, Tokens
 from fp8rl_jax.config.recipe import Recipe, TrainerFormats
@@ -158,6 +159,13 @@ class Side:
             x = Parts(kept.prompt["output"], kept.completion["output"])
         return _predicting(self.norm(x), tokens)
 
+    def sharpness(
+        self, hidden: Parts, tokens: Tokens, temperature: float = 1.0
+    ) -> dict[str, Float[Array, ""]]:
+        """Measure how sharp the loss is in the logits of the completions' last tokens
+        (rl/sharpness.py), from `hidden`, normed."""
+        return _sharpness(self.served, hidden, tokens, temperature)
+
     def tensor(self, i: int | None, name: str) -> np.ndarray | QTensor:
         """Fetch a tensor of layer i, or one outside of the layers, as it is multiplied.
 
@@ -275,9 +283,18 @@ def _norm(policy: Policy, x: Parts, *, decode: bool):
 
 
 def _predicting(x: Parts, tokens: Tokens) -> Float[Array, "p t hidden"]:
-    """Of the positions in front of each token of the completions."""
+    """The hidden states, normed, that predict the completions' tokens."""
     last = jnp.take_along_axis(x.prompt, (tokens.prompt_lengths - 1)[:, None, None], axis=1)
     return jnp.concatenate([last, x.completion[:, :-1]], axis=1)
+
+
+@jax.jit
+def _sharpness(policy: Policy, x: Parts, tokens: Tokens, temperature: float):
+    hidden, last = _predicting(x, tokens), (tokens.completion_lengths - 1)[:, None]
+    ends = jnp.take_along_axis(hidden, last[..., None], axis=1)[:, 0]
+    logits = policy.compute.product(ends, policy.head) / temperature
+    target = jnp.take_along_axis(tokens.completions, last, axis=1)[:, 0]
+    return rl.metric_values(rl.sharpness_metrics(logits, target, tokens.completion_lengths > 0))
 
 
 @partial(jax.jit, static_argnames=("temperature", "decode"))

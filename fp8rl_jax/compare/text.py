@@ -46,6 +46,12 @@ def summary(results: dict[str, Any]) -> str:
         where = f", in the {first['where']}" if first["where"] else ""
         lines += _wrapped(f"first {first['cause']}: {first['name']}{where}: {first['detail']}")
     lines.append(_logprobs("log-probabilities", "a - b", results["logprobs"]))
+    if sharp := results.get("sharpness"):  # a file of an earlier version has none
+        values = ", ".join(
+            f"{number(of_a)} and {number(sharp['b'][name])} ({name.partition('/')[2]})"
+            for name, of_a in sharp["a"].items()
+        )
+        lines += _wrapped(f"sharpness of the loss, % (half width of the box): {values}")
     if recorded := results.get("recorded"):
         key = recorded["key"]
         lines += [

@@ -166,6 +166,10 @@ class TrainerConfig:
     completions reach rollout.max_new_tokens nothing is gained."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """Loss scaling of float16."""
+    sharpness: bool = False
+    """Measure at every update, supervised ones too, how sharp the loss is in the logits of each
+    sequence's last token (sharpness/*, rl/sharpness.py): the product of one token a sequence with
+    the output head, in the update's own forward."""
     router_replay: bool = False
     """The trainer routes each token to the experts that the rollout used (R3); for models with
     experts."""

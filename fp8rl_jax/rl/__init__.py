@@ -28,8 +28,8 @@ log-probabilities:
 
 Its pieces stand alone: `policy_loss` knows nothing of the rollout, `correction` nothing of the
 loss. Formulas, each with its paper and departures, head the files: advantages, objectives, loss,
-correction, mismatch, selection. An objective, an estimator of advantages, importance weights or a
-rule of which samples teach of one's own: docs/objectives.md.
+correction, mismatch, selection, sharpness. An objective, an estimator of advantages, importance
+weights or a rule of which samples teach of one's own: docs/objectives.md.
 """
 
 from fp8rl_jax.config.rl import (
@@ -78,6 +78,7 @@ from fp8rl_jax.rl.objectives import (
     reward_kl,
 )
 from fp8rl_jax.rl.selection import SelectionInputs, check_rows, select
+from fp8rl_jax.rl.sharpness import sharpness, sharpness_metrics
 
 __all__ = [
     "AdvantageConfig",
@@ -123,4 +124,6 @@ __all__ = [
     "reward_metrics",
     "rollout_logprobs",
     "select",
+    "sharpness",
+    "sharpness_metrics",
 ]

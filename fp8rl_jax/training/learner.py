@@ -123,6 +123,7 @@ def step_config(config: RunConfig, recipe: Recipe) -> StepConfig:
         attention_chunk=config.trainer.attention_chunk,
         backend=config.precision.backend,
         loss_scale=config.trainer.loss_scale.resolve(config.compute_dtype),
+        sharpness=config.trainer.sharpness,
     )
 
 

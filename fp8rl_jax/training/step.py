@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from fp8rl_jax import rl
 from fp8rl_jax.config.recipe import Recipe
@@ -57,6 +57,8 @@ class StepConfig:
     backend: Backend = "auto"
     loss_scale: LossScaleConfig | None = None
     """Resolved; None: the loss is not scaled."""
+    sharpness: bool = False
+    """Measure the sharpness of the loss in the last tokens' logits."""
 
 
 def completion_logprobs(
@@ -65,7 +67,7 @@ def completion_logprobs(
     config: StepConfig,
     scales: KVScales | None = None,
     observe: Callable[..., Any] | None = None,
-) -> tuple[Float[Array, "b t"], Float[Array, "b t"], Any]:
+) -> tuple[Float[Array, "b t"], Float[Array, "b t"], Any, rl.Metrics]:
     """Compute log-probabilities and entropies of the completions' tokens.
 
     At the sampling temperature, under the trainer's formats.
@@ -76,7 +78,8 @@ def completion_logprobs(
         observe: as `forward` takes it.
 
     Returns:
-        Both, and what `observe` made of prompts and completions.
+        Both, what `observe` made of prompts and completions, and sharpness/* where the
+        configuration asks for it.
     """
     policy = trainer_policy(
         policy,
@@ -96,7 +99,10 @@ def completion_logprobs(
     )
     if batch.packing is not None:
         run = partial(forward, policy, observe=observe)
-        return _packed_logprobs(run, head, batch)
+        logprobs, entropies, observed, hidden = _packed_logprobs(run, head, batch)
+        places = batch.packing.places
+        sharp = _sharpness(hidden, places, batch.tokens, batch.mask, policy, config)
+        return logprobs, entropies, observed, sharp
     prompt, completion, observed = forward_completions(
         policy,
         constrain(batch.prompts, "batch", None),
@@ -110,13 +116,40 @@ def completion_logprobs(
     n = batch.tokens.shape[0] // batch.prompts.shape[0]
     last = jnp.take_along_axis(prompt, (batch.lengths - 1)[:, None, None], axis=1)
     hidden = jnp.concatenate([jnp.repeat(last, n, axis=0), completion[:, :-1]], axis=1)
-    return *head(hidden, targets=batch.tokens), observed
+    places = jnp.arange(batch.tokens.size).reshape(batch.tokens.shape)
+    sharp = _sharpness(hidden, places, batch.tokens, batch.mask, policy, config)
+    return *head(hidden, targets=batch.tokens), observed, sharp
+
+
+def _sharpness(
+    hidden: Float[Array, "r c hidden"],
+    places: Int[Array, "b t"],
+    tokens: Int[Array, "b t"],
+    mask: Bool[Array, "b t"],
+    policy: Policy,
+    config: StepConfig,
+) -> rl.Metrics:
+    """sharpness/* of each row's last token of the mask; nothing unless asked for.
+
+    Args:
+        hidden: what predicts the tokens.
+        places: where in it, flat, each token has its own.
+    """
+    if not config.sharpness:
+        return {}
+    last = jnp.max(jnp.where(mask, jnp.arange(mask.shape[1]), 0), axis=1)[:, None]
+    place, target = (jnp.take_along_axis(x, last, axis=1)[:, 0] for x in (places, tokens))
+    ends = jnp.take(hidden.reshape(-1, hidden.shape[-1]), place, axis=0, mode="clip")
+    ends, head = jax.lax.stop_gradient((ends, policy.head))
+    logits = policy.compute.product(ends, head) / config.temperature
+    return rl.sharpness_metrics(logits, target, mask.any(axis=1))
 
 
 def _packed_logprobs(
     run, head, batch: Batch
-) -> tuple[Float[Array, "b t"], Float[Array, "b t"], Any]:
-    """`completion_logprobs` of a packed batch; 0 where there is no token."""
+) -> tuple[Float[Array, "b t"], Float[Array, "b t"], Any, Float[Array, "r c hidden"]]:
+    """`completion_logprobs` of a packed batch, 0 where there is no token; and the hidden states
+    that predict the tokens."""
     packing: Packing = jax.tree.map(lambda x: constrain(x, "batch", None), batch.packing)
     tokens = packing.gather(batch.prompts, batch.tokens, fill=0)
     routes = None
@@ -130,9 +163,9 @@ def _packed_logprobs(
         routes=routes,
         keep_cache=False,
     )
-    found = head(packing.hidden(rows.hidden), targets=packing.predicted(batch.tokens))
-    logprobs, entropies = found
-    return packing.back(logprobs), packing.back(entropies), rows.observed
+    hidden = packing.hidden(rows.hidden)
+    logprobs, entropies = head(hidden, targets=packing.predicted(batch.tokens))
+    return packing.back(logprobs), packing.back(entropies), rows.observed, hidden
 
 
 @partial(jax.jit, static_argnames="config")
@@ -247,7 +280,7 @@ def _update(
     )
 
     def loss_fn(trained: Trained, micro: Batch):
-        logprobs, entropy, seen = completion_logprobs(
+        logprobs, entropy, seen, sharp = completion_logprobs(
             join(trained, frozen), micro, config, scales, observe
         )
         inputs = rl.LossInputs(
@@ -265,7 +298,8 @@ def _update(
             loss, metrics = rl.corrected_policy_loss(inputs, micro.rollout_logprobs, config.rl)
         else:
             loss, metrics = rl.policy_loss(inputs, config.rl)
-        return scaled_loss(loss, state, config.loss_scale), (loss, metrics, logprobs, seen)
+        found = loss, metrics | sharp, logprobs, seen
+        return scaled_loss(loss, state, config.loss_scale), found
 
     grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
     if config.micro_batches == 1:
@@ -302,10 +336,13 @@ def _accumulated(grad_fn: Callable, trained: Trained, parts: Any) -> tuple[tuple
     return jax.lax.scan(accumulate, zeros, parts)
 
 
-def row_logprobs(policy: Policy, rows: TextRows, config: StepConfig) -> Float[Array, "b w"]:
+def row_logprobs(
+    policy: Policy, rows: TextRows, config: StepConfig
+) -> tuple[Float[Array, "b w"], rl.Metrics]:
     """Compute log-probabilities of the tokens of text that `rows.mask` says are predicted.
 
-    Under the trainer's formats.
+    Under the trainer's formats. Gives sharpness/* of each row's last one beside them where the
+    configuration asks for it.
 
     Args:
         policy: masters, as in `completion_logprobs`.
@@ -324,7 +361,9 @@ def row_logprobs(policy: Policy, rows: TextRows, config: StepConfig) -> Float[Ar
     segments = constrain(rows.segments, "batch", None)[:, :-1]
     hidden = forward(policy, tokens[:, :-1], rows.positions, segments, keep_cache=False).hidden
     chunk, targets = config.logprob_chunk, tokens[:, 1:]
-    return token_logprobs(hidden, policy, targets, config.temperature, chunk)[0]
+    places = jnp.arange(targets.size).reshape(targets.shape)
+    sharp = _sharpness(hidden, places, targets, rows.mask, policy, config)
+    return token_logprobs(hidden, policy, targets, config.temperature, chunk)[0], sharp
 
 
 @partial(jax.jit, static_argnames="config")
@@ -332,7 +371,7 @@ def text_loss(
     policy: Policy, rows: TextRows, config: StepConfig
 ) -> tuple[Float[Array, " b"], Float[Array, " b"]]:
     """Sum the negative log-likelihood of the predicted tokens of each row, and count them."""
-    logprobs = row_logprobs(policy, rows, config)
+    logprobs, _ = row_logprobs(policy, rows, config)
     return -jnp.sum(logprobs, axis=1, where=rows.mask), rows.mask.sum(1).astype(jnp.float32)
 
 
@@ -348,7 +387,7 @@ def supervised_update(
         config: its temperature, formats, loss scale and number of micro-batches are used.
 
     Returns:
-        The next state; `loss` and the metrics of `apply_gradients`.
+        The next state; `loss`, the metrics of `apply_gradients`, and sharpness/* on request.
     """
     trained, frozen = split(state.policy)
     state, metrics = _supervised_update(
@@ -370,17 +409,18 @@ def _supervised_update(
     def loss_fn(trained: Trained, micro: Batch | TextRows):
         policy = join(trained, frozen)
         if isinstance(micro, TextRows):
-            logprobs = row_logprobs(policy, micro, config)
+            logprobs, sharp = row_logprobs(policy, micro, config)
         else:
-            logprobs, *_ = completion_logprobs(policy, micro, config)
+            logprobs, _, _, sharp = completion_logprobs(policy, micro, config)
         loss = -jnp.sum(jnp.where(micro.mask, logprobs, 0.0)) / count
-        return scaled_loss(loss, state, config.loss_scale), (loss,)
+        return scaled_loss(loss, state, config.loss_scale), (loss, sharp)
 
     grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
     if config.micro_batches == 1:
-        (_, (loss,)), gradients = grad_fn(state.policy, batch)
+        (_, (loss, sharp)), gradients = grad_fn(state.policy, batch)
     else:
         parts = split_batch(batch, config.micro_batches)
-        (loss, gradients), _ = _accumulated(grad_fn, state.policy, parts)
+        (loss, gradients), (stacked,) = _accumulated(grad_fn, state.policy, parts)
+        sharp = rl.reduce_metrics(stacked)
     state, metrics = apply_gradients(state, gradients, loss, optimizer, config.loss_scale)
-    return state, {"loss": loss, **metrics}
+    return state, {"loss": loss, **metrics, **rl.metric_values(sharp)}

@@ -92,6 +92,8 @@ def test_a_side_against_itself_is_zero_everywhere():
             x.output.equal and x.own.equal and not x.verdict.cause for x in layer.operations
         )
     assert found.logprobs["differing"] == found.logprobs["max_abs"] == found.logprobs["k3"] == 0
+    assert found.sharpness[0] == found.sharpness[1]
+    assert 0 < found.sharpness[0]["sharpness/0.001"] < found.sharpness[0]["sharpness/0.01"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

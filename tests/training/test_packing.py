@@ -13,11 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp8rl_jax import rl
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.config.training import OptimizerConfig, TrainerConfig
 from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
+from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.parallel import make_mesh
 from fp8rl_jax.training.batch import bucket, first_fit, narrow, of_width, pack, trim, untrim
@@ -30,7 +32,9 @@ MOE = dataclasses.replace(
     QWEN3, architecture="qwen3_moe", num_layers=1, experts=ExpertsConfig(5, 2, 24, True)
 )
 RL = RLConfig(correction=CorrectionConfig(method="token_tis"), entropy_coefficient=0.01)
-CONFIG = StepConfig(get_recipe("bf16"), RL, "float32", temperature=0.8, logprob_chunk=8)
+CONFIG = StepConfig(
+    get_recipe("bf16"), RL, "float32", temperature=0.8, logprob_chunk=8, sharpness=True
+)
 # gradients show in the first moments
 OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.0), 4)
 MESH = make_mesh(MeshConfig(data=1), jax.devices()[:1])
@@ -203,6 +207,23 @@ def test_log_probabilities_of_a_packed_batch_do_not_depend_on_what_stands_beside
     same = np.arange(12) != 4
     np.testing.assert_array_equal(other[same], whole[same])
     assert np.abs(other[4] - whole[4]).max() > 0.01
+
+
+def test_sharpness_is_that_of_the_last_tokens_logits():
+    """A sequence at a time, nothing shared or packed."""
+    given, n, rows = batch(), N, np.flatnonzero(COMPLETIONS)
+    lengths, tokens = LENGTHS[rows // n], np.zeros((len(rows), S + T), np.int32)
+    for row, i, length in zip(tokens, rows, lengths, strict=True):
+        row[:length], row[length : length + T] = given.prompts[i // n][:length], given.tokens[i]
+    made = policy(QWEN3)
+    hidden = jax.jit(lambda x: forward(made, x).hidden)(tokens)
+    ends = lengths + COMPLETIONS[rows] - 1
+    at, targets = np.arange(len(rows)), tokens[np.arange(len(rows)), ends]
+    each = rl.sharpness(hidden[at, ends - 1] @ made.head.T / 0.8, jnp.asarray(targets), 1e-2)
+    _, _, metrics = run(QWEN3, given, CONFIG)
+    assert float(metrics["sharpness/0.01"]) == pytest.approx(float(each.mean()), rel=1e-4)
+    _, _, without = run(QWEN3, given, replace(CONFIG, sharpness=False))
+    assert without.keys() == {name for name in metrics if not name.startswith("sharpness/")}
 
 
 def test_a_trimmed_update_is_the_plain_one():

@@ -1057,7 +1057,11 @@ def test_a_supervised_update_is_of_the_mean_over_answer_tokens(setup_of):
 def test_supervised_steps_walk_through_the_training_set(setup_of, monkeypatch):
     engine, seen, told = Engine(), [], {}
     trainer = TrainerConfig(
-        remat="layer", logprob_chunk=9, attention_chunk=0, loss_scale=LossScaleConfig("static", 8.0)
+        remat="layer",
+        logprob_chunk=9,
+        attention_chunk=0,
+        loss_scale=LossScaleConfig("static", 8.0),
+        sharpness=True,
     )
     rates = OptimizerConfig(learning_rate=3e-4, schedule="linear", final_ratio=0.0)
 
@@ -1074,6 +1078,7 @@ def test_supervised_steps_walk_through_the_training_set(setup_of, monkeypatch):
             0,
             "reference",
             trainer.loss_scale,
+            True,
         )
         assert config == expected and optimizer is setup.session.learner.optimizer
         assert float(setup.session.learner.schedule(3)) == 0  # of three updates
