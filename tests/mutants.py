@@ -597,7 +597,7 @@ LIST: list[Mutant] = [
         ),
         (
             "micro-batches-forgotten",
-            "(self.trainer.micro_batch_prompts or part)",
+            "(trainer.micro_batch_prompts or part)",
             "part",
             "one_update",
         ),

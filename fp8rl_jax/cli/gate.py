@@ -36,7 +36,7 @@ def gate(config: GateRun) -> int:
         raise UserError(
             f"gate.prompts = {count}: there are {len(setup.train)} problems to train on"
         )
-    found = measure(setup.session, setup.train.examples[:count], asked)
+    found = measure(setup.session, setup.problems[:count], asked)
     if asked.json:
         what = {"recipe": config.recipe, "compute_dtype": config.compute_dtype}
         write_lines(asked.json, [what | document(found)])
