@@ -18,10 +18,10 @@ def gate(config: GateRun) -> int:
     from fp8rl_jax.rollout.offline import check_writable, write_lines
 
     asked = config.gate
-    if config.task.kind == "environment":
+    if config.task.kind in ("environment", "text"):
         raise UserError(
-            "task.kind: the gate samples one completion of each prompt, no episodes; give it a "
-            "task of prompts"
+            f"task.kind = {config.task.kind!r}: the gate samples one completion of each prompt; "
+            "give it a task of prompts"
         )
     if asked.json:
         check_writable(asked.json)
