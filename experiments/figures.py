@@ -1203,7 +1203,7 @@ def results() -> str:
     parts = [
         prose("""
             Made by `python -m experiments.figures` from the committed records; every record holds the commit, versions and
-            machine that made it. All of it ran on two CPU cores of a cloud machine; nothing has run on a GPU yet.
+            machine that made it. All of it ran on two CPU cores of a cloud machine, but what [one H200](#on-one-h200) did.
         """),
         prose("""
             k3 is the mismatch between rollout and trainer, the mean over tokens of rho - 1 - log rho, where rho is the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_run import faults, measured, metric_rows, write_run
 
+from fp8rl_jax import rl
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.rl import RLConfig
@@ -115,19 +117,26 @@ def test_a_token_sees_its_own_document_alone(policy):
     documents, width = ["once", "upon a time", "x"], 12
     text, expected = text_of(documents, width), pieces_of(documents, width)
     rows = jax.tree.map(jnp.asarray, text.rows(range(len(text))))
-    logprobs = np.asarray(jax.jit(row_logprobs, static_argnums=2)(policy, rows, CONFIG))
+    config = replace(CONFIG, sharpness=True)
+    logprobs, sharp = jax.jit(row_logprobs, static_argnums=2)(policy, rows, config)
+    logprobs = np.asarray(logprobs)
 
     @jax.jit
     def alone(tokens):
         hidden = forward(policy, tokens[:, :-1], keep_cache=False).hidden
-        return token_logprobs(hidden, policy, tokens[:, 1:])[0]
+        last = rl.sharpness(hidden[:, -1] @ policy.head.T, tokens[:, -1], 0.01)
+        return token_logprobs(hidden, policy, tokens[:, 1:])[0][0], last[0]
 
-    count = 0
+    count, ends = 0, []
     for number, row in enumerate(expected):
-        wanted = [np.asarray(alone(np.array([piece])))[0] for piece in row if len(piece) > 1]
+        pieces = [alone(np.array([piece])) for piece in row if len(piece) > 1]
+        wanted = [np.asarray(piece) for piece, _ in pieces]
+        ends.append(float(pieces[-1][1]))
         found = logprobs[number][np.asarray(rows.mask[number])]
         np.testing.assert_allclose(found, np.concatenate(wanted), atol=2e-6)
         count += len(found)
+    # of the last token of a row that is predicted
+    assert rl.metric_values(sharp)["sharpness/0.01"] == pytest.approx(np.mean(ends), rel=1e-4)
     assert count == sum(len(document) + 1 for document in documents)
     # "once" and what of "upon a time" is in its row, the rest of it, its end and "x"
     positions = [[*range(6), *range(6)], [*range(7), *range(3), *range(2)]]
