@@ -1088,6 +1088,17 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
+        "training/source.py",
+        "training/test_stored_base.py",
+        ("base-anew", "held=_held(config, directory)", "held={}", "own_codes"),
+    ),
+    *of(
+        "weights/stored_linears.py",
+        "training/test_stored_base.py",
+        ("offset-integers", "columns // 2] ^ 0x88", "columns // 2]", "own_codes"),
+        ("any-block", "or block != self.layout.block", "", "otherwise"),
+    ),
+    *of(
         "precision/compute.py",
         "precision/test_attention_formats.py",
         ("cast-gradient", "with_gradient_of(attend, cast)", "(cast)", "both_sides_cast"),

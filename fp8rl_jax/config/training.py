@@ -198,7 +198,8 @@ class LoraConfig:
     base: Literal["compute", "rollout"] = "compute"
     """Format of the frozen weights: the compute dtype, quantized once for the rollout where the
     recipe says so, and at every update where its trainer computes in FP8; or the recipe's rollout
-    weight format on both sides, one copy of FP8 weights that the trainer, too, computes with."""
+    weight format on both sides, one copy that the trainer, too, computes with; a checkpoint in that
+    format keeps its own codes."""
     path: str = ""
     """Adapter in PEFT's form (a directory) to start from; its rank, alpha and targets must be
     these. Empty: A random, B zero."""

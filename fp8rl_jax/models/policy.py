@@ -232,7 +232,7 @@ def tensor_specs(config: PolicyConfig) -> dict[str, tuple[tuple[int, ...], tuple
 
 
 def build_policy(
-    config: PolicyConfig, tensor: Callable[[str, tuple[int, ...], tuple[str, ...]], Array]
+    config: PolicyConfig, tensor: Callable[[str, tuple[int, ...], tuple[str, ...]], Stored]
 ) -> Policy:
     """Build a policy of what `tensor(name, shape, logical_axes)` gives for each tensor."""
     made = {

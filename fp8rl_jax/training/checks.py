@@ -14,7 +14,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.forms import trainer_policy
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.models.tensors import of_kind
-from fp8rl_jax.precision import check_recipe, promises_exact
+from fp8rl_jax.precision import QTensor, check_recipe, promises_exact
 from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer, end_tokens
@@ -70,6 +70,8 @@ def check_range(policy: Policy, dtype: jnp.dtype) -> None:
         "lm_head": policy.head,
     }
     for name, weight in tensors.items():
+        if isinstance(weight, QTensor):
+            weight = weight.dequantize()
         if (largest := float(jnp.max(jnp.abs(weight)))) > limit:
             raise UserError(
                 f"compute_dtype: {name} has a weight of magnitude {largest:g}, and {dtype} holds "

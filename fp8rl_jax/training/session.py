@@ -65,7 +65,7 @@ from fp8rl_jax.parallel import (
     to_global,
     to_host,
 )
-from fp8rl_jax.precision import check_recipe, unlike_sides
+from fp8rl_jax.precision import check_recipe, is_quantized, unlike_sides
 from fp8rl_jax.rollout.arrival import kept_merged
 from fp8rl_jax.rollout.engine import (
     PagedEngine,
@@ -244,7 +244,12 @@ class Session:
         self._unit = math.lcm(_prompts_of_a_part(config), batch_shards(self.mesh))
         """What the number of a batch's prompts has to divide by."""
         with jax.set_mesh(self.mesh):
-            masters = jax.tree.map(lambda x: x.astype(jnp.float32), policy)
+            # what a file's codes stand for stays in them
+            masters = jax.tree.map(
+                lambda x: x if is_quantized(x) else x.astype(jnp.float32),
+                policy,
+                is_leaf=is_quantized,
+            )
             adapted = shard_policy(adapt(masters, config, self.recipe), self.mesh)
             if config.dithers:
                 dtype = jnp.dtype(config.compute_dtype)

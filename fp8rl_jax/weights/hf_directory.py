@@ -11,13 +11,15 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.tensors import parameter_shapes
@@ -31,7 +33,7 @@ from fp8rl_jax.weights.hf_names import (
     is_measured_scale,
     stored_tensors,
 )
-from fp8rl_jax.weights.layouts import QUANT_FILE, read_quantization
+from fp8rl_jax.weights.layouts import QUANT_FILE, Layout, read_quantization
 from fp8rl_jax.weights.quantized_export import (
     ExportForm,
     check_form,
@@ -49,7 +51,7 @@ from fp8rl_jax.weights.safetensors_io import (
     without,
     write_checkpoint,
 )
-from fp8rl_jax.weights.stored_linears import StoredLinear, take_linears
+from fp8rl_jax.weights.stored_linears import Codes, StoredLinear, take_linears
 
 _log = logging.getLogger("fp8rl")
 _WEIGHT_DTYPES = tuple(
@@ -70,19 +72,105 @@ TOKENIZER_FILES = (
 )
 
 
-def load_policy_arrays(directory: str | Path) -> tuple[PolicyConfig, dict[str, np.ndarray]]:
-    """Read the weights of a Hugging Face directory as numpy arrays.
+@dataclass(frozen=True)
+class ModelFiles:
+    """The tensors of a Hugging Face directory, each with its place in the policy; nothing has been
+    converted.
 
-    Returns:
-        The config, and arrays in the file's dtype by the paths of `parameter_shapes`, such as
-        "layers.q_proj.weight" [L, out, in]. The linears of a quantized checkpoint are float32, each
-        value times its scale. There is no "lm_head.weight" when the embeddings are tied, whether or
-        not the file repeats them.
+    Attributes:
+        config: of the policy.
+        layout: how its quantized linears are stored; None: there are none.
+        checkpoint: its tensors, quantized linears by the name of their weight.
+        expected: every tensor's place.
+        linears: the quantized ones.
+        dtypes: of the policy's arrays.
+    """
+
+    config: PolicyConfig
+    layout: Layout | None
+    checkpoint: Checkpoint
+    expected: Mapping[str, Stored]
+    linears: Mapping[str, StoredLinear]
+    dtypes: Mapping[str, np.dtype]
+
+    def arrays(self, without: Collection[str] = ()) -> dict[str, np.ndarray]:
+        """Read the policy's arrays as `load_policy_arrays` gives them, but those of some paths.
+
+        Raises:
+            UserError: a tensor that is not finite.
+        """
+        shapes = parameter_shapes(self.config)
+        dtypes = {path: dtype for path, dtype in self.dtypes.items() if path not in without}
+        arrays = {path: np.empty(shapes[path], dtype) for path, dtype in dtypes.items()}
+        for name, stored in self.expected.items():
+            if all(place.path in without for place in stored.places):
+                continue
+            tensor = self._tensor(name)
+            parts = np.split(tensor, len(stored.places), axis=max(tensor.ndim - 2, 0))
+            for location, part in zip(stored.places, parts, strict=True):
+                if location.path in arrays:
+                    arrays[location.path][location.index] = part
+        return arrays
+
+    def codes(self, formats: Mapping[str, TensorFormat]) -> dict[str, Codes]:
+        """Read what the files hold of quantized linears, without rounding anything.
+
+        Args:
+            formats: by path, what the linears of a stack are to be in.
+
+        Returns:
+            Stacks of codes and scales; without those of which any linear is stored otherwise.
+
+        Raises:
+            UserError: a tensor that is not finite.
+        """
+        found: dict[str, dict[tuple[int, ...], Any]] = {path: {} for path in formats}
+        for name, stored in self.expected.items():
+            for i, place in enumerate(stored.places):
+                if place.path in formats:
+                    part = self._codes(name, formats[place.path], i)
+                    found[place.path][place.index] = part
+        return {path: _stacked(of) for path, of in found.items() if None not in of.values()}
+
+    def _tensor(self, name: str) -> np.ndarray:
+        """In the file's dtype, or float32."""
+        stored = self.linears.get(name)
+        tensor = self.checkpoint.tensors[name] if stored is None else stored.dequantize()
+        _check_finite(self.checkpoint, name, tensor)
+        return tensor
+
+    def _codes(self, name: str, fmt: TensorFormat, i: int) -> Codes | None:
+        """Codes of the i-th place of a tensor."""
+        linear, count = self.linears.get(name), len(self.expected[name].places)
+        codes = None if linear is None else linear.codes(fmt, count)
+        if codes is None:
+            return None
+        self._tensor(name)  # for its refusals
+        values, scales = (np.split(x, count, axis=-2)[i] for x in codes[:2])
+        return Codes(values, scales, codes.outer)
+
+
+def _stacked(parts: Mapping[tuple[int, ...], Codes]) -> Codes:
+    """One stack of what belongs at its places."""
+    leading = np.max([*parts], axis=0) + 1
+
+    def whole(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        made = np.empty((*leading, *arrays[0].shape), arrays[0].dtype)
+        for index, array in zip(parts, arrays, strict=True):
+            made[index] = array
+        return made
+
+    values, scales, outer = zip(*parts.values(), strict=True)
+    return Codes(whole(values), whole(scales), None if outer[0] is None else whole(outer))
+
+
+def open_files(directory: str | Path) -> ModelFiles:
+    """Account for every tensor of a Hugging Face directory.
 
     Raises:
         UserError: whatever `read_policy_config`, `read_checkpoint`, `read_quantization` and
-            `take_linears` refuse; tensors that are missing, unexpected, misshapen, not
-            finite or of a dtype that weights don't have; a tied lm_head that differs.
+            `take_linears` refuse; tensors that are missing, unexpected, misshapen or of a dtype
+            that weights don't have; a tied lm_head that differs.
     """
     directory = Path(directory)
     config = read_policy_config(directory)
@@ -95,16 +183,6 @@ def load_policy_arrays(directory: str | Path) -> tuple[PolicyConfig, dict[str, n
     checkpoint, linears = take_linears(checkpoint, expected, layout)
     _check_names(directory, config, checkpoint, expected)
     dtypes = _check_shapes_and_dtypes(checkpoint, expected, linears)
-    shapes = parameter_shapes(config)
-    arrays = {path: np.empty(shapes[path], dtype) for path, dtype in dtypes.items()}
-    for name, stored in expected.items():
-        tensor = checkpoint.tensors[name]
-        if name in linears:
-            tensor = linears[name].dequantize()
-        _check_finite(checkpoint, name, tensor)
-        parts = np.split(tensor, len(stored.places), axis=max(tensor.ndim - 2, 0))
-        for location, part in zip(stored.places, parts, strict=True):
-            arrays[location.path][location.index] = part
     _check_tied_head(config, checkpoint)
     if measured:
         _log.warning(
@@ -113,7 +191,23 @@ def load_policy_arrays(directory: str | Path) -> tuple[PolicyConfig, dict[str, n
             directory,
             listing(measured),
         )
-    return config, arrays
+    return ModelFiles(config, layout, checkpoint, expected, linears, dtypes)
+
+
+def load_policy_arrays(directory: str | Path) -> tuple[PolicyConfig, dict[str, np.ndarray]]:
+    """Read the weights of a Hugging Face directory as numpy arrays.
+
+    Returns:
+        The config, and arrays in the file's dtype by the paths of `parameter_shapes`, such as
+        "layers.q_proj.weight" [L, out, in]. The linears of a quantized checkpoint are float32, each
+        value times its scale. There is no "lm_head.weight" when the embeddings are tied, whether or
+        not the file repeats them.
+
+    Raises:
+        UserError: whatever `open_files` refuses, and tensors that are not finite.
+    """
+    files = open_files(directory)
+    return files.config, files.arrays()
 
 
 def _check_tensor_count(directory: Path, config: PolicyConfig, checkpoint: Checkpoint) -> None:

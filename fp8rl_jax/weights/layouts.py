@@ -34,6 +34,20 @@ BLOCK = (128, 128)
 _WHOLE: Block = (None, None)
 _CHANNEL: Block = (1, None)
 
+LAYOUT_OF = {
+    "e4m3": "e4m3",
+    "mxfp8": "mxfp8",
+    "mxfp8_floor": "mxfp8",
+    "mxfp6": "mxfp6",
+    "mxfp6_up": "mxfp6",
+    "mxfp4": "mxfp4",
+    "mxfp4_up": "mxfp4",
+    "nvfp4": "nvfp4",
+    "nvfp4_four_over_six": "nvfp4",
+    "int4": "int4",
+}
+"""Of an element of a format, the layout whose numbers it has."""
+
 QUANT_FILE = "hf_quant_config.json"
 """ModelOpt's own file beside config.json."""
 _KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' old one

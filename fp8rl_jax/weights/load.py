@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -16,16 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
+from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import InitConfig
 from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.policy import Policy, build_policy, init_policy, linear_names
-from fp8rl_jax.precision import is_quantized, quantized_layers
+from fp8rl_jax.precision import QTensor, format_of, is_quantized, quantized_layers
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from fp8rl_jax.weights.block_fp8 import SCALE_SUFFIX
-from fp8rl_jax.weights.hf_directory import export_dtype, export_policy, load_policy_arrays
+from fp8rl_jax.weights.hf_directory import (
+    export_dtype,
+    export_policy,
+    open_files,
+)
 from fp8rl_jax.weights.hf_names import hf_tensors
 from fp8rl_jax.weights.quantized_export import ExportForm, export_form, quantizer
 from fp8rl_jax.weights.resolve import resolve_model
@@ -70,21 +75,42 @@ def byte_policy_config(init: InitConfig) -> PolicyConfig:
     )
 
 
-def load_policy(directory: str | Path, dtype: jnp.dtype = jnp.float32) -> Policy:
+def load_policy(
+    directory: str | Path,
+    dtype: jnp.dtype = jnp.float32,
+    held: Mapping[str, TensorFormat] | None = None,
+) -> Policy:
     """Load the policy of a Hugging Face directory, layers stacked, onto the default device.
 
     Args:
         directory: config.json and safetensors, quantized ones too; `weights.resolve.resolve_model`
             makes one of anything else.
         dtype: of every tensor; values are converted on the host, bfloat16 to float32 exactly.
+        held: formats of stacks of linears, by path ("layers.q_proj.weight"); where the files have
+            them all in that format they are QTensors of the files' own codes.
 
     Raises:
         UserError: whatever `load_policy_arrays` refuses, and a value that `dtype` cannot hold.
     """
-    dtype = jnp.dtype(dtype)
-    config, arrays = load_policy_arrays(directory)
+    dtype, held = jnp.dtype(dtype), held or {}
+    files = open_files(directory)
+    codes = files.codes(held)
+    arrays = files.arrays(codes.keys())
+    if files.layout is not None and (anew := [path for path in held if path not in codes]):
+        _log.warning(
+            "%s: %s stored as %s, not as the %s that the base is to rest in: quantized anew, which "
+            "is a second rounding",
+            directory,
+            listing([path.removesuffix(".weight") for path in anew]),
+            files.layout,
+            held[anew[0]].name,
+        )
 
-    def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Array:
+    def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Array | QTensor:
+        path = f"{name}.weight"
+        if path in codes:
+            values, scales, outer = jax.tree.map(jnp.asarray, codes.pop(path))
+            return QTensor(values, scales, format_of(held[path], shape), outer)
         # popped, so that the host holds one copy of what is already on the device
         source = arrays.pop(f"{name}.weight")
         with np.errstate(over="ignore"):
@@ -99,22 +125,27 @@ def load_policy(directory: str | Path, dtype: jnp.dtype = jnp.float32) -> Policy
             )
         return jnp.asarray(converted)
 
-    return build_policy(config, tensor)
+    return build_policy(files.config, tensor)
 
 
-def load(source: str | Path, dtype: jnp.dtype = jnp.float32) -> tuple[Policy, Tokenizer]:
+def load(
+    source: str | Path,
+    dtype: jnp.dtype = jnp.float32,
+    held: Mapping[str, TensorFormat] | None = None,
+) -> tuple[Policy, Tokenizer]:
     """Load a policy and its tokenizer.
 
     Args:
         source: Hugging Face directory, hub id, .gguf file, or a name that `fp8rl fetch` knows
             ("smollm2-135m").
         dtype: of the weights; float32 is what training wants.
+        held: as of `load_policy`.
 
     Raises:
         UserError: nothing is found, a file is damaged, or there is no tokenizer.
     """
     directory = resolve_model(str(source), report=_log.info)
-    policy = load_policy(directory, dtype)
+    policy = load_policy(directory, dtype, held)
     tokenizer = load_tokenizer(directory, policy.config.vocab_size)
     if tokenizer is None:
         raise UserError(f"model.path: {directory} holds no tokenizer; training needs one")

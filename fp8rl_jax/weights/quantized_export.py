@@ -34,25 +34,12 @@ from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.tensors import of_kind
 from fp8rl_jax.weights.block_fp8 import SCALE_SUFFIX, unaligned_linears
 from fp8rl_jax.weights.hf_names import Location, hf_tensors
-from fp8rl_jax.weights.layouts import BLOCK, FORMATS, VERSIONS
+from fp8rl_jax.weights.layouts import BLOCK, FORMATS, LAYOUT_OF, VERSIONS
 from fp8rl_jax.weights.stored_linears import pack_e2m3, pack_integers
 
 Library = Literal["deepseek", "compressed-tensors", "modelopt"]
 
 FP8_BLOCK = "fp8-block"
-_LAYOUTS = {
-    "e4m3": "e4m3",
-    "mxfp8": "mxfp8",
-    "mxfp8_floor": "mxfp8",
-    "mxfp6": "mxfp6",
-    "mxfp6_up": "mxfp6",
-    "mxfp4": "mxfp4",
-    "mxfp4_up": "mxfp4",
-    "nvfp4": "nvfp4",
-    "nvfp4_four_over_six": "nvfp4",
-    "int4": "int4",
-}
-"""Of an element of a format."""
 _MODELOPT = {"mxfp8": "MXFP8", "nvfp4": "W4A16_NVFP4"}
 _PLAIN = ("bfloat16", "float16", "float32")
 
@@ -80,7 +67,7 @@ class ExportForm:
     @property
     def layout(self) -> str:
         """Name of the `layouts.Layout`."""
-        return _LAYOUTS[self.format.element]
+        return LAYOUT_OF[self.format.element]
 
     def remarks(self, config: PolicyConfig) -> list[str]:
         """What other readers may not like about such an export, a line each."""
@@ -142,7 +129,7 @@ def export_form(dtype: str | ExportForm) -> ExportForm | None:
         fmt = parse_format("e4m3-128x128" if text == FP8_BLOCK else text)
     except UserError:
         fmt = TensorFormat()
-    layout, block = _LAYOUTS.get(fmt.element), fmt.block or (0, 0)
+    layout, block = LAYOUT_OF.get(fmt.element), fmt.block or (0, 0)
     group = {form.layout: form.group for form in FORMATS.values()}.get(layout or "")
     if layout == "e4m3":
         sound = block == BLOCK and not library
@@ -150,7 +137,7 @@ def export_form(dtype: str | ExportForm) -> ExportForm | None:
         sound = layout is not None and group in (None, block[1])
         sound &= not library or (library == "modelopt" and layout in _MODELOPT)
     if not sound:
-        known = ", ".join(name for name in _LAYOUTS if name != "e4m3")
+        known = ", ".join(name for name in LAYOUT_OF if name != "e4m3")
         raise UserError(
             f"{dtype!r} cannot be exported, no layout is known for it; choose one of "
             f"{', '.join(_PLAIN)}, {FP8_BLOCK}, {known} (groups of 32 along a row, of NVFP4 "

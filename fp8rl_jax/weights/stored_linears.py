@@ -31,10 +31,11 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.weights.block_fp8 import dequantize_tensor, split_scales
 from fp8rl_jax.weights.hf_names import Stored
-from fp8rl_jax.weights.layouts import Layout, in_words
+from fp8rl_jax.weights.layouts import LAYOUT_OF, Layout, in_words
 from fp8rl_jax.weights.safetensors_io import Checkpoint, count_non_finite, without
 
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -79,6 +80,12 @@ def pack_e2m3(x: np.ndarray) -> np.ndarray:
 def _integers(words: np.ndarray) -> np.ndarray:
     codes = _fours(np.ascontiguousarray(words.astype(_WORD)).view(np.uint8))
     return (codes.astype(np.int8) - 8).astype(np.float32)
+
+
+def _as_int4(words: np.ndarray, columns: int) -> np.ndarray:
+    """Take INT4 out of words of eight, two to a byte as `precision.formats.int4` stores it."""
+    packed = np.ascontiguousarray(words.astype(_WORD)).view(np.uint8)
+    return packed[..., : columns // 2] ^ 0x88
 
 
 def pack_integers(values: np.ndarray) -> np.ndarray:
@@ -126,6 +133,14 @@ _REFUSED = {
 }
 
 
+class Codes(NamedTuple):
+    """A linear as a format of the library stores it (`QTensor`): what the file holds, unrounded."""
+
+    values: np.ndarray
+    scales: np.ndarray
+    outer: np.ndarray | None
+
+
 @dataclass(frozen=True)
 class StoredLinear:
     """A linear, or fused experts, as a checkpoint has it.
@@ -152,6 +167,44 @@ class StoredLinear:
         with np.errstate(over="ignore"):
             scales = scales if self.outer is None else scales * self.outer
         return dequantize_tensor(numbers, scales, self.layout.block)
+
+    def codes(self, fmt: TensorFormat, matrices: int = 1) -> Codes | None:
+        """Give what is stored in the form of a format, so that it stands for the same numbers.
+
+        Args:
+            matrices: that lie one below the other.
+
+        Returns:
+            None where the format has another element or other blocks, two matrices share one, or it
+            has no form for these scales: those of INT4 are bfloat16, those of "power_of_two" no
+            others, and a step below the normal numbers of float32 is 0 to a CPU.
+        """
+        name, block = self.layout.name, fmt.block
+        if LAYOUT_OF.get(fmt.element) != name or block is None or block != self.layout.block:
+            return None
+        *_, rows, columns = self.shape
+        if matrices > 1 and rows // matrices % block[0]:
+            return None
+        if self.scales.shape[-2:] != (-(-rows // block[0]), -(-columns // block[1])):
+            return None
+        values, scales = self.values, self.scales
+        steps = scales.astype(np.float32)
+        if fmt.scale == "power_of_two" and (np.frexp(steps)[0] != 0.5).any():
+            return None
+        if self.outer is not None:
+            steps = steps * self.outer
+        if ((steps != 0) & (np.abs(steps) < np.finfo(np.float32).tiny)).any():
+            return None
+        if name == "e4m3":
+            scales = steps
+        elif name == "mxfp6":
+            values = _PACKINGS[name].unpack(values).astype(_E4M3)
+        elif name == "int4":
+            scales = steps.astype(_BF16)
+            if columns % 2 or (scales.astype(np.float32) != steps).any():
+                return None
+            values = _as_int4(values, columns)
+        return Codes(values, scales, self.outer)
 
 
 def take_linears(
