@@ -7,6 +7,7 @@ the page that `python -m experiments.figures` makes of them.
     mismatch    k3 of SmolLM2-135M served in a format (mismatch.py)
     errors      relative errors of weights, activations, K, V and gradients (errors.py)
     exact       both sides in the format, in exact mode: no difference at all (exact.py)
+    sums        products that add up alike in two orders (sums.py)
     learning    loss after supervised training of the demo in the format (learning.py)
 
 A row that has been measured keeps a fingerprint of its quantizers; a record of other code is
@@ -19,10 +20,11 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,10 +36,13 @@ from fp8rl_jax.caching import keep_compiled_programs
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.errors import UserError
 
+if TYPE_CHECKING:
+    from experiments.formats.errors import Tensors
+
 MODEL = "smollm2-135m"
 FINGERPRINT = 5e-3
 """How far fingerprints may be apart, relative."""
-PARTS = ("mismatch", "errors", "exact", "learning")
+PARTS = ("mismatch", "errors", "exact", "sums", "learning")
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Arguments:
     """Measure number formats, part by part and row by row."""
 
     parts: tuple[str, ...] = PARTS
-    """Of mismatch, errors, exact and learning."""
+    """Of mismatch, errors, exact, sums and learning."""
     rows: tuple[str, ...] = ()
     """Formats by name; default: those that the part has (experiments/formats/rows.py)."""
     module: tuple[str, ...] = ()
@@ -188,18 +193,9 @@ def errors(arguments: Arguments, rows: list[Row]) -> None:
     """Relative errors of each row, on both models."""
     from experiments.formats.errors import errors, tensors_of
     from experiments.formats.learning import problems_of, run_config, trained
-    from experiments.formats.mismatch import prompts
-    from fp8rl_jax.weights.load import load
-    from fp8rl_jax.weights.resolve import resolve_model
 
     settings = {"model": MODEL} | of(arguments, "prompt_tokens", "steps", "batch_size")
     record = Record(Path(arguments.output) / "errors.json", settings)
-
-    def of_model():
-        policy, tokenizer = load(resolve_model(MODEL))
-        given = prompts(tokenizer, 0, 1, arguments.prompt_tokens)
-        real = np.arange(given.tokens.shape[1]) < np.asarray(given.lengths)[:, None]
-        return tensors_of(policy, np.where(real, given.tokens, -1), real)
 
     def of_demo():
         config = run_config(arguments.steps, arguments.batch_size)
@@ -213,7 +209,7 @@ def errors(arguments: Arguments, rows: list[Row]) -> None:
         answered = np.arange(width) >= np.asarray([[len(prompt)] for prompt, _ in pairs])
         return tensors_of(session.weights, tokens, (tokens >= 0) & answered)
 
-    for name, collect in {MODEL: of_model, "demo": of_demo}.items():
+    for name, collect in {MODEL: partial(_of_model, arguments), "demo": of_demo}.items():
         if all(record.has(row=row.name, model=name) for row in rows):
             continue
         tensors = collect()
@@ -224,9 +220,38 @@ def errors(arguments: Arguments, rows: list[Row]) -> None:
                 record.add(row=row.name, model=name, **errors(row, tensors))
 
 
+def _of_model(arguments: Arguments) -> Tensors:
+    """What the model multiplies."""
+    from experiments.formats.errors import tensors_of
+    from experiments.formats.mismatch import prompts
+    from fp8rl_jax.weights.load import load
+    from fp8rl_jax.weights.resolve import resolve_model
+
+    policy, tokenizer = load(resolve_model(MODEL))
+    given = prompts(tokenizer, 0, 1, arguments.prompt_tokens)
+    real = np.arange(given.tokens.shape[1]) < np.asarray(given.lengths)[:, None]
+    return tensors_of(policy, np.where(real, given.tokens, -1), real)
+
+
+def sums(arguments: Arguments, rows: list[Row]) -> None:
+    """Two orders of each row's products."""
+    from experiments.formats.sums import alike
+
+    settings = {"model": MODEL} | of(arguments, "prompt_tokens")
+    record = Record(Path(arguments.output) / "sums.json", settings)
+    if all(record.has(row=row.name) for row in rows):
+        return
+    tensors = _of_model(arguments)
+    for row in rows:
+        record.describe(row)
+        if not record.has(row=row.name):
+            print(f"{row.name}, sums", file=sys.stderr)
+            record.add(row=row.name, alike=alike(row, tensors))
+
+
 def exact(arguments: Arguments, rows: list[Row]) -> None:
     """Exact mode in each row."""
-    from experiments.formats.exact import EXACT, NEW, differences
+    from experiments.formats.exact import NEW, differences
     from experiments.formats.mismatch import prompts
     from fp8rl_jax.weights.load import load
     from fp8rl_jax.weights.resolve import resolve_model
@@ -235,7 +260,7 @@ def exact(arguments: Arguments, rows: list[Row]) -> None:
     record = Record(Path(arguments.output) / "exact.json", settings)
     policy, tokenizer = load(resolve_model(MODEL))
     given = prompts(tokenizer, 0, 1, arguments.prompt_tokens)
-    for row in named(arguments, rows, EXACT):
+    for row in rows:
         record.describe(row)
         if not record.has(row=row.name):
             print(f"{row.name}, exact", file=sys.stderr)
@@ -249,7 +274,9 @@ def learning(arguments: Arguments, rows: list[Row]) -> None:
     settings = of(arguments, "steps", "batch_size")
     record = Record(Path(arguments.output) / "learning.json", settings)
     config = run_config(arguments.steps, arguments.batch_size)
-    for row in (Row(BASELINE), *named(arguments, rows, LEARNED)):
+    known = {row.name for row in ROWS}
+    usual = [row for row in rows if arguments.rows or row.name in LEARNED or row.name not in known]
+    for row in (Row(BASELINE), *usual):
         if row.name != BASELINE:
             record.describe(row)
         for seed in range(arguments.seeds):
@@ -261,16 +288,6 @@ def learning(arguments: Arguments, rows: list[Row]) -> None:
 def of(arguments: Arguments, *names: str) -> dict[str, Any]:
     """Some of the arguments."""
     return {name: getattr(arguments, name) for name in names}
-
-
-def named(arguments: Arguments, rows: list[Row], usual: Sequence[str]) -> list[Row]:
-    """The rows that were asked for, by name or by module; where none was named the usual ones, in
-    their order."""
-    known = {row.name for row in ROWS}
-    if arguments.rows:
-        return rows
-    kept = {row.name: row for row in rows if row.name in usual or row.name not in known}
-    return [kept[name] for name in dict.fromkeys((*usual, *kept))]
 
 
 def run(arguments: Arguments) -> None:
@@ -285,6 +302,7 @@ MEASURES: dict[str, Callable[[Arguments, list[Row]], None]] = {
     "mismatch": mismatch,
     "errors": errors,
     "exact": exact,
+    "sums": sums,
     "learning": learning,
 }
 

@@ -18,11 +18,6 @@ from fp8rl_jax.rollout.engine import Prompts
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
 
-EXACT = (
-    *("bfloat16", "e4m3-128x128", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "nvfp4-16x16"),
-    *("int4-1x128", "e3m4-128x128", "e4m2"),
-)
-"""A row of each family, unless others are named."""
 NEW = 8
 """Tokens of a completion."""
 _serve = jax.jit(rollout_policy, static_argnums=(1, 2, 3, 4))

@@ -30,8 +30,9 @@ DEMO = Path(__file__).parents[1] / "runs" / "demo.toml"
 LEARNED = (
     *("e4m3-128x128", "mxfp4", "nvfp4", "int4-1x128", "mxfp8", "mxfp6", "nvfp4-16x16"),
     *(BFLOAT16, "int4-1x32", "e4m3-128x128-power_of_two"),
+    *("mxfp8_e5m2", "mxfp6_e3m2", "e4m2", "e3m2"),
 )
-"""Rows that are trained unless others are named."""
+"""Rows that are trained unless others are named, beside those of other files."""
 HELD_OUT = 256
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from experiments.formats.mismatch import BASE, FLOWS
-from experiments.formats.rows import BASELINE, BFLOAT16
+from experiments.formats.rows import BASELINE, BFLOAT16, ROWS
 from fp8rl_jax.statistics import compare_arms
 
 RECORDS = Path(__file__).parents[1] / "results" / "formats"
@@ -119,11 +119,20 @@ def _bits(records: Records, name: str) -> str:
     return f"{nominal:.2f}" + (f" (kept in {stored:.2f})" if stored - nominal > 0.01 else "")
 
 
+OUTSIDE = "from outside"
+"""What marks a format that a file has registered (`--module`)."""
+
+
+def _name(name: str) -> str:
+    outside = name not in (BASELINE, *(row.name for row in ROWS))
+    return f"`{name}`" + f", {OUTSIDE}" * outside
+
+
 def _formats(records: Records, name: str) -> list[str]:
     """Cells that say which row this is."""
     own = records.rows[name]["activation"]
     beside = {name: "the same", "compute": "compute dtype"}.get(own, f"`{own}`")
-    return [f"`{name}`", "the same" if name == BFLOAT16 else beside]
+    return [_name(name), "the same" if name == BFLOAT16 else beside]
 
 
 def overview(records: Records, model: str) -> Table:
@@ -135,6 +144,8 @@ def overview(records: Records, model: str) -> Table:
             continue
         of = next(iter(records.entries("errors", row=name, model=model)), {})
         whole = {flow: records.k3(name, flow) for flow in FLOWS}
+        if records.rows[name]["activation"] == "compute" and name != BFLOAT16:
+            whole["weights"] = whole["both"]
         rows.append(
             [
                 *_formats(records, name),
@@ -172,7 +183,7 @@ def by_kind(records: Records, model: str) -> Table:
         for of in records.entries("errors", row=name, model=model):
             kinds = {**of.get("activation", {}), **of.get("cache", {})}
             cells = [_percent(kinds[kind]) if kinds else "" for kind in (*inputs, *cached)]
-            rows.append([f"`{name}`", _range(of["weight"]), *cells, _range(of.get("gradient"))])
+            rows.append([_name(name), _range(of["weight"]), *cells, _range(of.get("gradient"))])
     about = """
         Medians over layers, of activations, K, V and output gradients over tokens before; least to largest where there are
         more kinds of linear than columns. K and V are in the format of the activations, in groups along a token's heads.
@@ -202,7 +213,7 @@ def learned(records: Records) -> Table | None:
     }
     for name in [BASELINE, *(name for name in records.names() if name in whole)]:
         cells = [
-            f"`{name}`" if name != BASELINE else "nothing quantized",
+            _name(name) if name != BASELINE else "nothing quantized",
             "" if name == BASELINE else _gradient(records, name),
             f"{np.mean([entry['loss'] for entry in whole[name]]):.3f}",
         ]
@@ -238,14 +249,23 @@ def _gradient(records: Records, name: str) -> str:
 def identical(records: Records) -> Table:
     """Exact mode."""
     rows = [
-        [f"`{entry['row']}`", str(entry["tokens"]), f"{entry['largest']}"]
-        for entry in records.entries("exact")
+        [
+            _name(name),
+            str(entry["tokens"]),
+            f"{entry['largest']}",
+            "".join(_percent(of["alike"]) for of in records.entries("sums", row=name)),
+        ]
+        for name in records.names()
+        for entry in records.entries("exact", row=name)
     ]
     about = f"""
         Both sides in the format with `precision.exact`: largest difference of a log-probability between the sampler, token by
-        token over its cache, and the trainer. {records.settings("exact")["model"]}, all layers; an identity, so one seed.
+        token over its cache, and the trainer. {records.settings("exact")["model"]}, all layers; an identity, so one seed. Beside
+        it what exact mode is for: the share of a linear's outputs, on real weights and inputs, whose products add up to the same
+        float32 from the first to the last as from the last to the first.
     """
-    return Table("Exact mode", about, ["format", "tokens", "largest difference"], rows)
+    heads = ["format", "tokens", "largest difference", "sums alike in two orders"]
+    return Table("Exact mode", about, heads, rows)
 
 
 INDEPENDENT = {
@@ -366,6 +386,7 @@ LABELLED = {
     "mxfp6_e3m2": ("MXFP6 e3m2", (5, -2, "left")),
     "mxfp8_e5m2": ("MXFP8 e5m2", (5, 2, "left")),
     "mxfp8_floor": ("MXFP8, rounded down", (8, 0, "left")),
+    "two_levels": ("two_levels, from outside", (8, 6, "left")),
 }
 """Rows with a name in the picture, and where it stands beside its point."""
 LADDER = ("e4m2", "e3m2", "e2m3", "e2m2", "e2m1")

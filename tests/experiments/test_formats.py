@@ -14,9 +14,10 @@ from rollout.tiny import CONFIG, WIDTH, make_policy, make_prompts
 
 from experiments.formats import mismatch, page, rows
 from experiments.formats.__main__ import Arguments, Record, main, run, same
-from experiments.formats.errors import errors, relative, tensors_of
+from experiments.formats.errors import INPUTS, errors, relative, tensors_of
 from experiments.formats.exact import differences
 from experiments.formats.rows import ROWS, Row, bits, fingerprint
+from experiments.formats.sums import alike
 from fp8rl_jax.compare.probe import at_once
 from fp8rl_jax.compare.tokens import Tokens
 from fp8rl_jax.errors import UserError
@@ -128,6 +129,17 @@ def test_flows_of_a_row(batch):
     tokens = Tokens(batch.given.tokens, batch.given.lengths, rollout.tokens, rollout.mask.sum(1))
     own = trainer_policy(batch.policy, row.unified, jnp.dtype("float32"), "reference")
     np.testing.assert_array_equal(batch.scored(side, rollout), jax.jit(at_once)(own, tokens))
+
+
+def test_sums_that_are_exact_have_no_order():
+    """Of numbers of few bits under powers of two."""
+    drawn = np.random.default_rng(0).normal(size=(1, 20, 96)).astype(np.float32)
+    tensors = {
+        "activation": dict.fromkeys(INPUTS.values(), drawn),
+        "weight": dict.fromkeys(INPUTS, drawn[:, ::-1]),
+    }
+    found = {name: alike(BY_NAME[name], tensors) for name in ("mxfp4", "mxfp6", "e2m1", "bfloat16")}
+    assert found["mxfp4"] == found["mxfp6"] == 1 and 0 < found["e2m1"] < found["bfloat16"] < 1
 
 
 @pytest.mark.slow
