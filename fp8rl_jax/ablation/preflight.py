@@ -116,7 +116,7 @@ def _check(config: RunConfig, judge: str) -> Preflight:
         if config.trainer.loss_scale.mode == "auto":
             scale = config.trainer.loss_scale.resolve(config.compute_dtype)
             resolved["trainer.loss_scale.mode"] = scale.mode if scale else "none"
-        optimizer = config.optimizer
+        optimizer = config.sft.optimizer if config.task.kind == "text" else config.optimizer
         moments = (optimizer.first_moment, optimizer.second_moment)
         # of a format that is not in the table at most
         state = 4 + sum(_MOMENT_BYTES.get(x, 4.0) for x in moments if optimizer.name == "adamw")

@@ -14,7 +14,8 @@ holds it to what XLA says of the compiled programs.
     optimizer   gradients, and what the optimizer makes of them
     sync        weights in the compute dtype on their way to their quantized form
 
-The phases follow each other, so a run needs what always stays and the largest phase.
+The phases follow each other, so a run needs what always stays and the largest phase. A run on text
+serves nothing, and has the two of an update.
 
 Does a run fit, and if not, what would make it: every answer is a plan of its own, computed from
 the changed configuration.
@@ -111,7 +112,8 @@ def memory_plan(
     recipe = config.resolved_recipe()
     dtype, weight = jnp.dtype(config.compute_dtype), recipe.rollout.weight
     policy = jax.eval_shape(lambda key: init_policy(shape, key), jax.random.key(0))
-    optimizer = make_optimizer(config.optimizer, 1)
+    on_text = config.task.kind == "text"
+    optimizer = make_optimizer(config.sft.optimizer if on_text else config.optimizer, 1)
     # an adapter's file has the shapes of a new one
     fresh = replace(config, lora=replace(config.lora, path=""))
     trained, frozen = split(jax.eval_shape(partial(adapt, config=fresh, recipe=recipe), policy))
@@ -121,30 +123,29 @@ def memory_plan(
     masters = _device_bytes(trained, mesh)
     formats = f"{weight.element}, rest {dtype.name}" if weight.quantized else dtype.name
     always = {"masters (float32)": masters, "optimizer state": _device_bytes(moments, mesh)}
+    phases = {
+        "backward": _backward(shape, config, masters, mesh),
+        "optimizer": {"gradients (float32)": masters, "changed weights (float32)": masters},
+    }
+    if frozen is not None:
+        always["frozen base"] = _device_bytes(frozen, mesh)
+    if on_text:
+        return Plan(always, phases, math.prod(sizes.values()))
     ours = config.rollout.engine != "vllm"  # whose server has memory of its own
     if ours:
         always[f"rollout weights ({formats})"] = _device_bytes(served, mesh)
-    if frozen is not None:
-        always["frozen base"] = _device_bytes(frozen, mesh)
     if config.rl.kl_coefficient > 0 or config.rl.reward_kl.coefficient > 0:
         # beside the frozen base of adapters, which it shares
         always["KL reference policy"] = masters
     # cards that have a name are Hopper's, whatever this machine is
     with tracing_for(1) if config.plan.device in DEVICE_BYTES else nullcontext():
         rollout = _rollout(shape, config, recipe, served, mesh) if ours else {}
-    return Plan(
-        always,
-        {
-            "rollout": rollout,
-            "backward": _backward(shape, config, masters, mesh),
-            "optimizer": {"gradients (float32)": masters, "changed weights (float32)": masters},
-            "sync": {
-                f"weights in {dtype.name}": _device_bytes(policy, mesh) * dtype.itemsize // 4,
-                "places of sync/*": Arrival(merged=True).nbytes(policy),
-            },
-        },
-        math.prod(sizes.values()),
-    )
+    sync = {
+        f"weights in {dtype.name}": _device_bytes(policy, mesh) * dtype.itemsize // 4,
+        "places of sync/*": Arrival(merged=True).nbytes(policy),
+    }
+    phases = {"rollout": rollout, **phases, "sync": sync}
+    return Plan(always, phases, math.prod(sizes.values()))
 
 
 def mesh_sizes(config: MeshConfig) -> dict[str, int]:
@@ -216,16 +217,24 @@ def _backward(
     shape: PolicyConfig, config: RunConfig, masters: int, mesh: AbstractMesh
 ) -> dict[str, int]:
     r, t, width = config.rollout, config.trainer, jnp.dtype(config.compute_dtype).itemsize
-    part = r.prompts_per_step // t.updates_per_rollout
-    per_micro = t.micro_batch_prompts or part
-    prompts, tensor = math.ceil(per_micro / batch_shards(mesh)), mesh.shape["tensor"]
-    rows = prompts * r.samples_per_prompt
-    tokens = prompts * r.max_prompt_tokens + rows * r.max_new_tokens
-    keys = r.max_prompt_tokens + r.max_new_tokens
-    queries = _queries(r.max_new_tokens, keys, t.attention_chunk)
-    layer = _layer_activations(shape, tokens, keys, width, queries / r.max_new_tokens)
+    shards, tensor = batch_shards(mesh), mesh.shape["tensor"]
+    if config.task.kind == "text":
+        part, per_micro = (
+            config.sft.batch_size,
+            config.sft.micro_batch_rows or config.sft.batch_size,
+        )
+        rows, keys = math.ceil(per_micro / shards), config.sft.row_tokens
+        tokens, length = rows * keys, keys
+    else:
+        part = r.prompts_per_step // t.updates_per_rollout
+        per_micro = t.micro_batch_prompts or part
+        prompts = math.ceil(per_micro / shards)
+        rows, keys = prompts * r.samples_per_prompt, r.max_prompt_tokens + r.max_new_tokens
+        tokens, length = prompts * r.max_prompt_tokens + rows * r.max_new_tokens, r.max_new_tokens
+    queries = _queries(length, keys, t.attention_chunk)
+    layer = _layer_activations(shape, tokens, keys, width, queries / length)
     inputs = shape.num_layers * tokens * shape.hidden_size * width
-    length, vocab = r.max_new_tokens, shape.vocab_size
+    vocab = shape.vocab_size
     chunk = rows * positions_at_once(rows, length, vocab, t.logprob_chunk)
     found = {
         "activations of a micro-batch": inputs + layer // tensor
@@ -301,6 +310,9 @@ def changes(
     Each as (what to set, the changed run, its mesh).
     """
     optimizer, trainer, rollout = config.optimizer, config.trainer, config.rollout
+    if config.task.kind == "text":
+        yield from _text_changes(config, sizes)
+        return
     part = rollout.prompts_per_step // trainer.updates_per_rollout
     if trainer.micro_batch_prompts != 1 and part > 1:
         yield (
@@ -330,6 +342,29 @@ def changes(
     if fewer >= 2:
         what = f"rollout.samples_per_prompt = {fewer}"
         yield what, replace(config, rollout=replace(rollout, samples_per_prompt=fewer)), sizes
+
+
+def _text_changes(
+    config: RunConfig, sizes: dict[str, int]
+) -> Iterator[tuple[str, RunConfig, dict[str, int]]]:
+    """`changes` of a run on text."""
+    sft, trainer = config.sft, config.trainer
+    fewest = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    if (sft.micro_batch_rows or sft.batch_size) > fewest:
+        made = replace(config, sft=replace(sft, micro_batch_rows=fewest))
+        yield f"sft.micro_batch_rows = {fewest}", made, sizes
+    if trainer.remat == "none":
+        made = replace(config, trainer=replace(trainer, remat="layer"))
+        yield 'trainer.remat = "layer"', made, sizes
+    for name in ("bfloat16", "e4m3"):
+        small = replace(sft.optimizer, first_moment=name, second_moment=name)
+        if not small.faults("sft.optimizer"):
+            what = f'sft.optimizer.first_moment = sft.optimizer.second_moment = "{name}"'
+            yield what, replace(config, sft=replace(sft, optimizer=small)), sizes
+    for parts in _FSDP:
+        rows = parts * sizes["data"] * sizes["expert"]
+        if parts > sizes["fsdp"] and (sft.micro_batch_rows or sft.batch_size) % rows == 0:
+            yield f"mesh.fsdp = {parts}", config, sizes | {"fsdp": parts}
 
 
 def what_fits(
@@ -454,6 +489,8 @@ def heard(config: RunConfig) -> str:
         UserError: the model's config.json is not read.
     """
     if config.lora.rank or not config.model.path or config.optimizer.name != "adamw":
+        return ""
+    if config.task.kind == "text":  # nothing is served
         return ""
     rate, recipe = config.optimizer.learning_rate, config.resolved_recipe()
     if layout := read_quantization(find_model(config.model.path)):

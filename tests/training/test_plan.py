@@ -18,7 +18,8 @@ from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.run import ModelConfig, RolloutConfig, RunConfig
-from fp8rl_jax.config.training import LoraConfig, OptimizerConfig, TrainerConfig
+from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.config.training import LoraConfig, OptimizerConfig, SftConfig, TrainerConfig
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import rollout_policy
@@ -27,9 +28,11 @@ from fp8rl_jax.precision import is_quantized
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.training.learner import step_config
 from fp8rl_jax.training.plan import PHASES, heard, memory_plan, mesh_sizes, what_fits
 from fp8rl_jax.training.state import init_state, make_optimizer
-from fp8rl_jax.training.step import Batch, StepConfig, _update
+from fp8rl_jax.training.step import Batch, StepConfig, _supervised_update, _update
+from fp8rl_jax.training.text import TextRows
 from fp8rl_jax.weights.hf_config import read_policy_config
 
 RUNS = Path(__file__).parents[2] / "experiments"
@@ -94,6 +97,38 @@ def test_update_needs_what_xla_says(shape, config):
     assert abs(found.argument_size_in_bytes - batch_bytes - carried) <= 64
     estimate = max(sum(plan.phases[phase].values()) for phase in ("backward", "optimizer"))
     assert found.temp_size_in_bytes / FACTOR < estimate < found.temp_size_in_bytes * FACTOR
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "micro", "remat"), [("float32", 0, "none"), ("bfloat16", 4, "layer")]
+)
+def test_an_update_on_text_needs_what_xla_says(dtype, micro, remat):
+    """The same of a run on text, which has an update alone."""
+    sft = SftConfig(batch_size=12, row_tokens=136, micro_batch_rows=micro)
+    config = replace(
+        run_config(8, 8, 64, 64, dtype, remat=remat), task=TaskConfig(kind="text"), sft=sft
+    )
+    plan = memory_plan(ACTIVATIONS, config)
+    assert [*plan.phases] == ["backward", "optimizer"]
+    assert [*plan.always] == ["masters (float32)", "optimizer state"]
+    optimizer = make_optimizer(sft.optimizer, 4)
+    _, _, state = shapes_of(ACTIVATIONS, replace(config, optimizer=sft.optimizer))
+    rows = TextRows(*[jax.ShapeDtypeStruct((12, 137), jnp.int32)] * 2)
+    settings = replace(
+        step_config(config, config.resolved_recipe()),
+        rl=RLConfig(),
+        micro_batches=12 // (micro or 12),
+    )
+    lowered = _supervised_update.lower(state, None, rows, settings, optimizer)
+    found = lowered.compile().memory_analysis()
+    carried = sum(plan.always.values()) + state.updates.dtype.itemsize + 2 * 12 * 137 * 4
+    assert abs(found.argument_size_in_bytes - carried) <= 64
+    estimate = max(sum(plan.phases[phase].values()) for phase in plan.phases)
+    assert found.temp_size_in_bytes / FACTOR < estimate < found.temp_size_in_bytes * FACTOR
+    smaller = what_fits(ACTIVATIONS, config, mesh_sizes(config.mesh), plan.peak - 1)
+    assert smaller[0][0] == "sft.micro_batch_rows = 1"
+    assert ('trainer.remat = "layer"' in dict(smaller)) == (remat == "none")
 
 
 @pytest.mark.slow
