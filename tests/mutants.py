@@ -1526,8 +1526,8 @@ LIST: list[Mutant] = [
         "training/test_moments.py",
         (
             "sgd-unclipped",
-            "change = _clipped(gradient, norm, config.max_grad_norm)",
-            "change = gradient",
+            "change = _clipped(load(gradient), norm, config.max_grad_norm)",
+            "change = load(gradient)",
             "sgd_is",
         ),
     ),

@@ -120,13 +120,14 @@ class Record:
     Args:
         path: of the file; what it has is kept.
         settings: of the measurement, the same for all entries.
+        command: module that measures.
 
     Raises:
         UserError: what is there was measured with other settings.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any]):
-        self.path = path
+    def __init__(self, path: Path, settings: dict[str, Any], command: str = "experiments.formats"):
+        self.path, self.command = path, command
         self.kept = json.loads(path.read_text()) if path.exists() else {}
         if (before := self.kept.get("settings", settings)) != settings:
             raise UserError(
@@ -158,7 +159,7 @@ class Record:
 
     def add(self, **entry: Any) -> None:
         """Keep an entry, and write the file."""
-        self.kept["made"] = facts("experiments.formats")
+        self.kept["made"] = facts(self.command)
         self.entries.append(entry | {"commit": self.kept["made"]["commit"]})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path, self.kept)

@@ -22,8 +22,6 @@ from fp8rl_jax.errors import UserError
 if TYPE_CHECKING:
     from fp8rl_jax.ablation.design import Design
 
-_MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "e4m3": 1.0 + 4 / 128}
-
 
 @dataclass(frozen=True)
 class Preflight:
@@ -83,7 +81,9 @@ def model_of_shape(design: Design, config: RunConfig) -> Any:
 
 
 def _check(config: RunConfig, judge: str) -> Preflight:
-    from fp8rl_jax.models.policy import linear_names, parameter_count
+    import jax
+
+    from fp8rl_jax.models.policy import init_policy, linear_names, parameter_count
     from fp8rl_jax.parallel import check_batch, make_mesh
     from fp8rl_jax.precision import check_recipe, quantized_layers
     from fp8rl_jax.rl import check_functions
@@ -91,6 +91,7 @@ def _check(config: RunConfig, judge: str) -> Preflight:
     from fp8rl_jax.training.checks import with_exact_decided
     from fp8rl_jax.training.plan import check_fits
     from fp8rl_jax.training.source import model_shape
+    from fp8rl_jax.training.state import init_state, make_optimizer
     from pallas_kernels.matmul import selected_backend
 
     resolved: dict[str, Any] = {}
@@ -116,12 +117,13 @@ def _check(config: RunConfig, judge: str) -> Preflight:
         if config.trainer.loss_scale.mode == "auto":
             scale = config.trainer.loss_scale.resolve(config.compute_dtype)
             resolved["trainer.loss_scale.mode"] = scale.mode if scale else "none"
-        optimizer = config.sft.optimizer if config.task.kind == "text" else config.optimizer
-        moments = (optimizer.first_moment, optimizer.second_moment)
-        # of a format that is not in the table at most
-        state = 4 + sum(_MOMENT_BYTES.get(x, 4.0) for x in moments if optimizer.name == "adamw")
-        count = parameter_count(shape)
-        sizes = (0.0 if config.lora.rank else count * state, count * 2.0)
+        chosen = config.sft.optimizer if config.task.kind == "text" else config.optimizer
+        optimizer = make_optimizer(chosen, 1, recipe)
+        state = jax.eval_shape(
+            lambda key: init_state(init_policy(shape, key), optimizer), jax.random.key(0)
+        )
+        kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        sizes = (0.0 if config.lora.rank else float(kept), parameter_count(shape) * 2.0)
     except UserError as error:
         return Preflight(str(error).splitlines(), resolved, *sizes)
     return Preflight([], resolved, *sizes)

@@ -12,6 +12,12 @@ A format is written as it is read: ELEMENT[-ROWSxCOLUMNS][-SCALE].
     mxfp8, nvfp4, int4, e3m2    what has a quantizer of its own, in its usual blocks
     nvfp4-16x16                 the same in others
 
+What is kept between updates (recipe.STATE_ROLES) has three more, without a scale unless one is
+named:
+
+    float32, bfloat16, float16  the dtype as it is
+    float16-power_of_two        float16 with one scale for the whole tensor, a power of two
+
 An element type is registered with `register_element`, and a format that deserves a name of its own
 with `register_format`. Both are then known wherever a recipe is read. A format that is more than an
 element type in blocks brings its own quantizer: `precision.formats.register`. What has to follow
@@ -28,6 +34,7 @@ from typing import Literal, cast, get_args
 from fp8rl_jax.errors import UserError
 
 ScaleRule = Literal["float32", "power_of_two"]
+_Scale = Literal["float32", "power_of_two", "none"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,16 @@ ELEMENTS: dict[str, ElementType] = {
     )
 }
 """The element types by name; "compute" is none of them."""
+
+WIDE: dict[str, ElementType] = {
+    element.name: element
+    for element in (
+        ElementType("float32", "float32", 3.4028234663852886e38, 32),
+        ElementType("bfloat16", "bfloat16", 3.3895313892515355e38, 16),
+        ElementType("float16", "float16", 65504.0, 16),
+    )
+}
+"""What a training state may be kept in beside them; no product takes these as formats."""
 
 MINIFLOATS = {
     f"e{exponent}m{mantissa}": (exponent, mantissa)
@@ -107,19 +124,27 @@ class TensorFormat:
     block: tuple[int, int] | None = None
     """(rows, columns) that share one scale, WHOLE for all of an axis; None: one scale for the whole
     tensor."""
-    scale: ScaleRule = "float32"
-    """Scale values: amax / largest as it is, or rounded up to a power of two (UE8M0)."""
+    scale: _Scale = "float32"
+    """Scale values: amax / largest as it is, or rounded up to a power of two (UE8M0). none: of WIDE
+    alone, whose values are stored as they are."""
 
     def __post_init__(self) -> None:
-        known = ["compute", *ELEMENTS, *WITH_OWN_QUANTIZER]
+        known = ["compute", *ELEMENTS, *WIDE, *WITH_OWN_QUANTIZER]
         if self.element not in known:
             raise UserError(
                 f"unknown element {self.element!r}{_nearest(self.element)} (known: {_known()})"
             )
-        if self.scale not in get_args(ScaleRule):
+        if self.scale not in get_args(_Scale if self.element in WIDE else ScaleRule):
             raise UserError(
                 f"unknown scale {self.scale!r} (known: {', '.join(get_args(ScaleRule))})"
             )
+        if self.element in ("float32", "bfloat16") and (self.scale != "none" or self.block):
+            raise UserError(
+                f"{self.element} takes neither scale nor block, and is of what is kept between "
+                f"updates alone; write {self.element!r}"
+            )
+        if self.scale == "none" and self.block is not None:
+            raise UserError(f"{self.element} without a scale has no block; name a scale, too")
         sound = (
             isinstance(self.block, tuple)
             and len(self.block) == 2
@@ -148,12 +173,12 @@ class TensorFormat:
     @property
     def element_type(self) -> ElementType:
         """The element type. Raises UserError for what has none."""
-        if self.element not in ELEMENTS:
+        if self.element not in ELEMENTS | WIDE:
             raise UserError(
                 f"format {self.element!r} cannot be stored as one element type (supported: "
                 f"{', '.join(ELEMENTS)})"
             )
-        return ELEMENTS[self.element]
+        return (ELEMENTS | WIDE)[self.element]
 
     @property
     def name(self) -> str:
@@ -161,13 +186,15 @@ class TensorFormat:
         if registered := next((name for name, fmt in FORMATS.items() if fmt == self), ""):
             return registered
         block = [] if self.block is None else [block_text(self.block)]
-        return "-".join([self.element, *block, *([] if self.scale == "float32" else [self.scale])])
+        scale = [] if self.scale == _usual_scale(self.element) else [self.scale]
+        return "-".join([self.element, *block, *scale])
 
 
 FORMATS: dict[str, TensorFormat] = {}
 """Formats with a name of their own, beside those that are named by their parts."""
 
 COMPUTE = TensorFormat()
+FLOAT32 = TensorFormat("float32", scale="none")
 
 _PARTS = re.compile(
     r"(?P<element>\w+)(-(?P<rows>\d{1,9}|all)x(?P<columns>\d{1,9}|all))?(-(?P<scale>[a-z]\w+))?"
@@ -192,7 +219,13 @@ def parse_format(text: str) -> TensorFormat:
         )
     block = None if parts["rows"] is None else (_side(parts["rows"]), _side(parts["columns"]))
     block = block or WITH_OWN_QUANTIZER.get(parts["element"])
-    return TensorFormat(parts["element"], block, cast(ScaleRule, parts["scale"] or "float32"))
+    scale = parts["scale"] or _usual_scale(parts["element"])
+    return TensorFormat(parts["element"], block, cast(_Scale, scale))
+
+
+def _usual_scale(element: str) -> str:
+    """Of a name that names none."""
+    return "none" if element in WIDE else "float32"
 
 
 def register_element(element: ElementType) -> ElementType:
@@ -243,10 +276,10 @@ def register_name(name: str, block: tuple[int, int]) -> TensorFormat:
 
 
 def _check_name(name: str) -> None:
-    if not re.fullmatch(r"[a-z]\w*", name) or name == "compute":
+    if not re.fullmatch(r"[a-z]\w*", name) or name in ("compute", *WIDE):
         raise UserError(
             f"element {name!r}: a name is a letter and letters, digits or underscores, and not "
-            "compute"
+            f"{', '.join(['compute', *WIDE])}"
         )
 
 

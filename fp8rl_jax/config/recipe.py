@@ -42,7 +42,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fp8rl_jax.config.correction import PRESETS
-from fp8rl_jax.config.formats import COMPUTE, ScaleRule, TensorFormat, parse_format
+from fp8rl_jax.config.formats import (
+    COMPUTE,
+    FLOAT32,
+    WIDE,
+    ScaleRule,
+    TensorFormat,
+    parse_format,
+)
 from fp8rl_jax.config.schema import (
     NONE_TEXT,
     Mismatch,
@@ -131,6 +138,8 @@ LINEAR_ROLES = (
 )
 """Roles whose format may differ between linears, by their keys in a recipe."""
 _BACKWARD = ("output_gradient", "saved_activation")
+STATE_ROLES = ("master", "weight_gradient", "first_moment", "second_moment")
+"""What a training state keeps of each parameter, by its keys in a recipe."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +200,25 @@ class Recipe:
     """The derivative that quantizing a weight has. straight_through: 1. differentiable: that of a
     smooth function near the steps of e2m1, 3 at most in the middle between two numbers and 0.2 at
     them (arXiv 2501.17116, section 3.1); of weights in e2m1 alone."""
+    master: TensorFormat = FLOAT32
+    """What the weights that are trained rest in between updates, which compute in float32. Here and
+    in the next three roles a format with scales is of matrices alone: norms and biases, a small
+    part of all parameters, stay in float32."""
+    master_rounding: GradientRounding = "nearest"
+    """How an update rounds a master: to nearest, which loses what is less than half a step, or up
+    and down at random, right in the mean."""
+    weight_gradient: TensorFormat = FLOAT32
+    """What a weight's gradient is kept in from the backward pass to the optimizer, and what the
+    replicas of mesh.data exchange. An element type with scales is scaled automatically, so that the
+    sum does not overflow (training/gradients.py; arXiv 2310.18313)."""
+    first_moment: TensorFormat = FLOAT32
+    """What Adam's first moment rests in between updates, rounded to nearest."""
+    second_moment: TensorFormat = FLOAT32
+    """The same of the second moment."""
+    second_moment_rounding: GradientRounding = "stochastic"
+    """How it is rounded: an update changes it by less than half a step of few bits, and divides by
+    its root. stochastic: right in the mean, and nothing above 0 becomes 0. nearest: as FP8-LM's,
+    for 16 bits."""
     quantized: tuple[str, ...] = LINEARS
     """Shell patterns over layer names (layers.3.q_proj) of the linears that take the weight and
     activation formats."""
@@ -257,6 +285,27 @@ class Recipe:
                     )
             trainer = TrainerFormats(given.weight, given.activation, probability=given.probability)
             object.__setattr__(self, "trainer", trainer)
+        report(*self._misplaced())
+
+    def _misplaced(self) -> Iterator[str]:
+        """A line for each role whose format is of another kind of role."""
+        computed = {role: self.format_of(role) for role in LINEAR_ROLES}
+        computed |= {f"rollout.{role}": fmt for role, fmt in self.rollout.roles().items()}
+        computed |= {f"trainer.{role}": fmt for role, fmt in self.trainer.roles().items()}
+        for rule in self.layers:
+            computed |= {f"layers.{quoted(rule.pattern)}.{r}": fmt for r, fmt in rule.formats}
+        for role, fmt in computed.items():
+            if fmt.element in WIDE:
+                yield (
+                    f"recipe {self.name!r}: {role}: {fmt.name} is of what is kept between updates "
+                    f"({', '.join(STATE_ROLES)}); a product takes compute or a quantized format"
+                )
+        for role in STATE_ROLES:
+            if not getattr(self, role).quantized:
+                yield (
+                    f"recipe {self.name!r}: {role}: a training state does not follow the compute "
+                    f"dtype; write {', '.join(WIDE)} or a quantized format"
+                )
 
     def of_linear(self, linear: str) -> Recipe:
         """The recipe as it is for one linear, by its name: what `layers` says is in its roles."""
@@ -631,6 +680,15 @@ class PrecisionConfig:
     """Element type of the gradients that enter a linear's backward products, where the trainer's
     linears are FP8: "compute", "e4m3", "e5m2" (the hybrid of verl's recipe) or one that was
     registered (config.formats). Unset: the recipe's."""
+    master: str | None = None
+    """Format that the weights rest in between updates, by its name, such as
+    "float16-power_of_two"; unset: the recipe's, float32 in most built-in ones."""
+    weight_gradient: str | None = None
+    """The same of their gradients on the way to the optimizer and between replicas."""
+    first_moment: str | None = None
+    """The same of Adam's first moment, such as "bfloat16" or "e4m3-1x128"."""
+    second_moment: str | None = None
+    """The same of the second moment."""
     excluded: tuple[str, ...] = ()
     """More layers to keep in the compute dtype, as shell patterns such as "layers.0.*"."""
     first_layers_in_compute: float = 0
@@ -717,6 +775,10 @@ def get_recipe(
         except UserError as error:
             raise UserError(f"precision.output_gradient: {error}") from None
         recipe = replace(recipe, output_gradient=gradient)
+    kept = {role: text for role in STATE_ROLES if (text := getattr(changes, role)) is not None}
+    faults: list[str] = []
+    recipe = _over(recipe, kept, "precision.", "", faults)
+    report(*faults)
     for key in ("excluded", "first_layers_in_compute", "last_layers_in_compute"):
         if getattr(changes, key) and not recipe.quantizes_linears:
             raise UserError(
@@ -758,6 +820,7 @@ __all__ = [
     "RECIPES",
     "ATTENTION_ROLES",
     "LINEAR_ROLES",
+    "STATE_ROLES",
     "ForwardFormats",
     "LayerFormats",
     "PrecisionConfig",

@@ -231,9 +231,10 @@ class RunConfig:
     """Recipes of one's own, {name: row}: [recipes.my-fp8] with a `base` and any field of a recipe.
     Rows of several files add up; on the command line, --recipes.my-fp8.kv-margin 1.1."""
     compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Dtype of everything that the recipe does not quantize; master weights are always float32.
-    float16 rounds 8 times finer than bfloat16, so rollout and trainer differ less (arXiv
-    2510.26788); it holds at most 65504, and trainer.loss_scale is for what is too small for it."""
+    """Dtype of everything that the recipe does not quantize; master weights are float32 unless the
+    recipe says otherwise. float16 rounds 8 times finer than bfloat16, so rollout and trainer differ
+    less (arXiv 2510.26788); it holds at most 65504, and trainer.loss_scale is for what is too small
+    for it."""
     seed: int = 0
     """Seed of data order, sampling and initialization."""
     dry_run: bool = False
@@ -318,7 +319,7 @@ class RunConfig:
     def problems(self) -> list[str]:
         """List the faults between keys, one line each; empty where all is well."""
         rollout, trainer, episodes = self.rollout, self.trainer, self.task.max_turns > 1
-        faults = []
+        faults, recipe = [], None
         try:
             recipe = self.resolved_recipe()
             faults += self._calibration_problems(recipe) + self._carrying_problems(recipe)
@@ -462,7 +463,7 @@ class RunConfig:
             ("optimizer", self.optimizer),
             ("sft.optimizer", self.sft.optimizer),
         ):
-            faults += optimizer.faults(key)
+            faults += optimizer.faults(key, recipe)
         faults += [message for holds, message in checks if not holds]
         if faults:
             return faults

@@ -4,16 +4,15 @@ stage, evaluation, checkpoints, trackers, memory plan."""
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from fp8rl_jax.config.formats import parse_format
+from fp8rl_jax.config.formats import ELEMENTS, FLOAT32
+from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.schema import above, at_least, one_of, report, within
-from fp8rl_jax.errors import UserError
 
-MOMENTS = ("float32", "bfloat16", "e4m3")
-"""Short names of formats that a moment rests in."""
-FP8_MAX_BETA2 = 0.99  # training/optimizer.py derives it
+_MAX_BETA2_OF_E4M3 = 0.99  # training/optimizer.py derives it
 _LossScaleMode = Literal["auto", "dynamic", "static", "none"]
 
 
@@ -46,18 +45,14 @@ class OptimizerConfig:
     """Decoupled weight decay on matrices; norms and embeddings are never decayed."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0: not clipped."""
-    first_moment: str = "float32"
-    """How Adam's first moment rests between updates, which compute in float32: float32, bfloat16,
-    e4m3 (in groups of 128 with a scale each), or any format in blocks, by its name."""
-    second_moment: str = "float32"
-    """The same of the second moment, rounded stochastically; e4m3 needs beta2 of at most 0.99."""
 
-    def faults(self, key: str) -> list[str]:
-        """List numbers out of their range, moments in formats that cannot be, and settings of Adam
-        that SGD has no use for, one line each.
+    def faults(self, key: str, recipe: Recipe | None = None) -> list[str]:
+        """List numbers out of their range, what the recipe keeps moments in and cannot, and what
+        SGD has no use for, one line each.
 
         Args:
             key: of this table.
+            recipe: of the run, where it is known.
         """
         checks = [
             at_least(f"{key}.learning_rate", self.learning_rate, 0.0),
@@ -74,28 +69,35 @@ class OptimizerConfig:
             ]
         faults = [fault for fault in checks if fault]
         if self.name != "adamw":
-            return faults + [
+            faults += [
                 f"{key}.{field.name} has no use where {key}.name is {self.name!r}"
                 for field in fields(self)
                 if field.name in _OF_ADAM and getattr(self, field.name) != field.default
             ]
-        for name in ("first_moment", "second_moment"):
-            if (text := getattr(self, name)) in MOMENTS:
-                continue
-            try:
-                if parse_format(text).block is None:
-                    faults.append(f"{key}.{name} = {text!r}: a moment rests in blocks of a row")
-            except UserError as error:
-                faults.append(f"{key}.{name}: {error}; or {', '.join(MOMENTS)}")
-        if self.second_moment == "e4m3" and self.beta2 > FP8_MAX_BETA2:
+            return faults + [
+                f"recipe {recipe.name!r}: {role} has no use where {key}.name is {self.name!r}; set "
+                f'precision.{role} = "float32"'
+                for role in ("first_moment", "second_moment")
+                if recipe and getattr(recipe, role) != FLOAT32
+            ]
+        if recipe is None or recipe.second_moment_rounding == "nearest":
+            return faults
+        fmt = recipe.second_moment
+        mantissa = re.match(r"e\dm(\d)", fmt.element) if fmt.element in ELEMENTS else None
+        if mantissa is None:
+            return faults
+        # the deviation that training/optimizer.py derives, of 3 bits of mantissa at that beta2
+        lost = 2.0 ** (3 - int(mantissa[1]))
+        most = math.sqrt(max(1 - lost**2 * (1 - _MAX_BETA2_OF_E4M3**2), 0.0))
+        if self.beta2 > most + 1e-9:
             faults.append(
-                f'{key}.beta2 = {self.beta2}: second_moment = "e4m3" needs at most '
-                f'{FP8_MAX_BETA2}; use "bfloat16"'
+                f"{key}.beta2 = {self.beta2}: an {fmt.element} second moment needs at most "
+                f'{math.floor(100 * most) / 100:g}; use precision.second_moment = "bfloat16"'
             )
         return faults
 
 
-_OF_ADAM = ("beta1", "beta2", "eps", "first_moment", "second_moment")
+_OF_ADAM = ("beta1", "beta2", "eps")
 
 
 @dataclass(frozen=True)

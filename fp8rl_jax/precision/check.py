@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8rl_jax.config.formats import WHOLE, TensorFormat, block_text
-from fp8rl_jax.config.recipe import ForwardFormats, Recipe, TrainerFormats
+from fp8rl_jax.config.recipe import STATE_ROLES, ForwardFormats, Recipe, TrainerFormats
 from fp8rl_jax.config.schema import quoted
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.precision.formats import (
@@ -50,6 +50,30 @@ def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
         )
     for variant, rule in zip(recipe.variants, (None, *recipe.layers), strict=True):
         _check(variant, backend, f"layers.{quoted(rule.pattern)}: " if rule else "")
+    _check_state(recipe)
+
+
+def _check_state(recipe: Recipe) -> None:
+    """What a training state is kept in against what the formats can do."""
+    drawn = {
+        "master": (recipe.master_rounding, "quantize_stochastic"),
+        "second_moment": (recipe.second_moment_rounding, "store"),
+    }
+    for role in STATE_ROLES:
+        fmt: TensorFormat = getattr(recipe, role)
+        if in_blocks(fmt):
+            continue
+        rounding, name = drawn.get(role, ("nearest", ""))
+        if fmt.scale != "float32":
+            raise UserError(
+                f"recipe {recipe.name!r}: {role}.scale is not of {fmt.element}, which has a rule "
+                "of its own"
+            )
+        if rounding == "stochastic" and not has(fmt, getattr(Format, name)):
+            raise UserError(
+                f"recipe {recipe.name!r}: {role} = {fmt.element!r}: the format has no `{name}`; "
+                f'set {role}_rounding = "nearest", or take another format'
+            )
 
 
 def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:

@@ -199,9 +199,9 @@ class Checkpoints:
                 raise UserError(
                     f"{self.directory}: checkpoint of step {step} is of another kind of run: "
                     f"{difference}; resume with the "
-                    "model, compute_dtype, trainer.loss_scale, optimizer.first_moment, "
-                    "optimizer.second_moment and rollout.paged.extra_prompts that it was written "
-                    "with"
+                    "model, compute_dtype, recipe (master, weight_gradient, first_moment, "
+                    "second_moment), trainer.loss_scale and rollout.paged.extra_prompts that it "
+                    "was written with"
                 )
             if set_aside:
                 self._set_aside([later for later in steps if later > step])

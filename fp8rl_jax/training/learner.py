@@ -34,8 +34,9 @@ from fp8rl_jax.parallel import split_batch
 from fp8rl_jax.precision import QuantizationSums, join_sums
 from fp8rl_jax.rl.metrics import per_token
 from fp8rl_jax.training.batch import Batch, Narrowed, narrow, of_width, untrim
+from fp8rl_jax.training.gradients import check_gradients
 from fp8rl_jax.training.performance import Clock
-from fp8rl_jax.training.state import TrainState, learning_rate, make_optimizer
+from fp8rl_jax.training.state import TrainState, kept_masters, learning_rate, make_optimizer
 from fp8rl_jax.training.step import (
     StepConfig,
     batch_logprobs,
@@ -149,20 +150,21 @@ class Learner:
         self.run, self.trainer, self.mesh = config, config.trainer, mesh
         self.count = config.trainer.updates_per_rollout
         self.config = step_config(config, recipe)
+        check_gradients(recipe, mesh, config.trainer.packing)
         self.use()
         settings = self.config.rl
         needed = settings.kl_coefficient > 0 or settings.reward_kl.coefficient > 0
         # of what is trained: adapters at their start, beside the frozen base, are the whole
         # reference
         self.reference: Trained | None = (
-            jax.tree.map(jnp.copy, split(policy)[0]) if needed else None
+            kept_masters(jax.tree.map(jnp.copy, split(policy)[0]), recipe) if needed else None
         )
 
     def use(self, optimizer: OptimizerConfig | None = None, updates: int | None = None) -> None:
         """Take an optimizer, and the number of updates in its schedule; by default the run's."""
         optimizer = optimizer or self.run.optimizer
         updates = self.trainer.steps * self.count if updates is None else updates
-        self.optimizer = make_optimizer(optimizer, updates)
+        self.optimizer = make_optimizer(optimizer, updates, self.config.recipe)
         self.schedule = learning_rate(optimizer, updates)
 
     def micro_batches(self, prompts: int) -> int:

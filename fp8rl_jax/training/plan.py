@@ -6,7 +6,7 @@ shapes that the run's own functions give (`jax.eval_shape`), divided as the shar
 them, to the byte. What a program holds while it runs is an estimate: tests/training/test_plan.py
 holds it to what XLA says of the compiled programs.
 
-    always      float32 masters, moments, the frozen base of adapters, rollout weights, the
+    always      masters, moments, the frozen base of adapters, rollout weights, the
                 reference policy of a KL term
     rollout     KV cache, and weights that are unpacked for the decode loop
     backward    weights in the compute dtype, activations, logits of a chunk, gradients and, of
@@ -39,7 +39,7 @@ import rich.table
 from jax.sharding import AbstractMesh, AxisType
 from rich.box import SIMPLE_HEAD
 
-from fp8rl_jax.config.formats import TensorFormat
+from fp8rl_jax.config.formats import FLOAT32, TensorFormat
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import MeshConfig, RunConfig
 from fp8rl_jax.config.training import DEVICE_BYTES
@@ -47,18 +47,18 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import predequantized, rollout_policy
 from fp8rl_jax.models.logprobs import positions_at_once
-from fp8rl_jax.models.lora import split
+from fp8rl_jax.models.lora import join, split
 from fp8rl_jax.models.policy import Policy, init_policy, parameter_count
 from fp8rl_jax.parallel import DEFAULT_RULES, ShardingRules, batch_shards, policy_shardings
 from fp8rl_jax.parallel.mesh import AXES
 from fp8rl_jax.precision.formats import in_blocks
-from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.paged.host import WHOLE
 from fp8rl_jax.rollout.paged.layout import choose_layout
 from fp8rl_jax.rollout.sampler import cache_dtype, loop_dtype
 from fp8rl_jax.training.adapters import adapt
+from fp8rl_jax.training.gradients import check_gradients, kept_gradients
 from fp8rl_jax.training.source import find_model
-from fp8rl_jax.training.state import make_optimizer
+from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.weights.layouts import read_quantization
 from pallas_kernels.attention import CHUNK, CHUNK_FROM
 from pallas_kernels.backend import tracing_for
@@ -110,22 +110,32 @@ def memory_plan(
         tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES)
     )
     recipe = config.resolved_recipe()
+    check_gradients(recipe, mesh, config.trainer.packing)
     dtype, weight = jnp.dtype(config.compute_dtype), recipe.rollout.weight
     policy = jax.eval_shape(lambda key: init_policy(shape, key), jax.random.key(0))
     on_text = config.task.kind == "text"
-    optimizer = make_optimizer(config.sft.optimizer if on_text else config.optimizer, 1)
+    optimizer = make_optimizer(config.sft.optimizer if on_text else config.optimizer, 1, recipe)
     # an adapter's file has the shapes of a new one
     fresh = replace(config, lora=replace(config.lora, path=""))
     trained, frozen = split(jax.eval_shape(partial(adapt, config=fresh, recipe=recipe), policy))
-    moments = jax.eval_shape(optimizer.init, trained)
+    state = jax.eval_shape(partial(init_state, optimizer=optimizer), join(trained, frozen))
+    kept = split(state.policy)[0]
+    gradients, _ = jax.eval_shape(partial(kept_gradients, recipe=recipe), trained)
     unroll, backend = config.rollout.decode_layers == "unroll", config.precision.backend
     served = jax.eval_shape(lambda p: rollout_policy(p, recipe, dtype, unroll, backend)[0], policy)
     masters = _device_bytes(trained, mesh)
     formats = f"{weight.element}, rest {dtype.name}" if weight.quantized else dtype.name
-    always = {"masters (float32)": masters, "optimizer state": _device_bytes(moments, mesh)}
+    found = state.optimizer, state.gradient_factors
+    always = {
+        f"masters ({recipe.master.name})": _device_bytes(kept, mesh),
+        "optimizer state": _device_bytes(found, mesh),
+    }
     phases = {
-        "backward": _backward(shape, config, masters, mesh),
-        "optimizer": {"gradients (float32)": masters, "changed weights (float32)": masters},
+        "backward": _backward(shape, config, masters, mesh, recipe.master == FLOAT32),
+        "optimizer": {
+            f"gradients ({recipe.weight_gradient.name})": _device_bytes(gradients, mesh),
+            f"changed weights ({recipe.master.name})": _device_bytes(kept, mesh),
+        },
     }
     if frozen is not None:
         always["frozen base"] = _device_bytes(frozen, mesh)
@@ -136,7 +146,7 @@ def memory_plan(
         always[f"rollout weights ({formats})"] = _device_bytes(served, mesh)
     if config.rl.kl_coefficient > 0 or config.rl.reward_kl.coefficient > 0:
         # beside the frozen base of adapters, which it shares
-        always["KL reference policy"] = masters
+        always["KL reference policy"] = _device_bytes(kept, mesh)
     # cards that have a name are Hopper's, whatever this machine is
     with tracing_for(1) if config.plan.device in DEVICE_BYTES else nullcontext():
         rollout = _rollout(shape, config, recipe, served, mesh) if ours else {}
@@ -144,6 +154,8 @@ def memory_plan(
         f"weights in {dtype.name}": _device_bytes(policy, mesh) * dtype.itemsize // 4,
         "places of sync/*": Arrival(merged=True).nbytes(policy),
     }
+    if recipe.master != FLOAT32:
+        sync = {"masters in float32": masters} | sync
     phases = {"rollout": rollout, **phases, "sync": sync}
     return Plan(always, phases, math.prod(sizes.values()))
 
@@ -214,7 +226,7 @@ def _unpacked_bytes(served: Policy) -> int:
 
 
 def _backward(
-    shape: PolicyConfig, config: RunConfig, masters: int, mesh: AbstractMesh
+    shape: PolicyConfig, config: RunConfig, masters: int, mesh: AbstractMesh, in_float32: bool
 ) -> dict[str, int]:
     r, t, width = config.rollout, config.trainer, jnp.dtype(config.compute_dtype).itemsize
     shards, tensor = batch_shards(mesh), mesh.shape["tensor"]
@@ -242,7 +254,7 @@ def _backward(
         else shape.num_layers * layer // tensor,
         "logits of a chunk (float32)": 3 * 4 * chunk * shape.vocab_size // tensor,
     }
-    if width < 4:
+    if width < 4 or not in_float32:
         found["weights in the compute dtype"] = masters * width // 4
     if per_micro == part:
         return found | {"gradients (float32)": masters}
@@ -326,14 +338,12 @@ def changes(
             replace(config, trainer=replace(trainer, remat="layer")),
             sizes,
         )
-    for name in ("bfloat16", "e4m3"):
-        small = replace(optimizer, first_moment=name, second_moment=name)
-        if not RunConfig(optimizer=small).problems():
-            yield (
-                f'optimizer.first_moment = optimizer.second_moment = "{name}"',
-                replace(config, optimizer=small),
-                sizes,
-            )
+    for name in ("bfloat16", "e4m3-1x128"):
+        small = replace(config.precision, first_moment=name, second_moment=name)
+        changed = replace(config, precision=small)
+        if not optimizer.faults("optimizer", changed.resolved_recipe()):
+            what = f'precision.first_moment = precision.second_moment = "{name}"'
+            yield what, changed, sizes
     for parts in _FSDP:
         rows = parts * sizes["data"] * sizes["expert"]
         if parts > sizes["fsdp"] and rollout.prompts_per_step % rows == 0:
@@ -493,6 +503,8 @@ def heard(config: RunConfig) -> str:
     if config.task.kind == "text":  # nothing is served
         return ""
     rate, recipe = config.optimizer.learning_rate, config.resolved_recipe()
+    if lost := _lost(recipe, rate):
+        return lost
     if layout := read_quantization(find_model(config.model.path)):
         stored = layout.format
         if stored is None or recipe.rollout.weight != stored:
@@ -523,6 +535,24 @@ def heard(config: RunConfig) -> str:
         f"{' to '.join(f'{half:.1e}' for half in halves)}, which is "
         f"{' to '.join(f'{n:,}' for n in needed)} updates in one direction at "
         f"optimizer.learning_rate = {rate:g}; the run has {updates:,}. {remedy}"
+    )
+
+
+def _lost(recipe: Recipe, rate: float) -> str:
+    """What to say where masters are rounded to nearest and an update is less than half a step of
+    theirs: it is lost, each time anew."""
+    fmt = recipe.master
+    if recipe.master_rounding == "stochastic" or not in_blocks(fmt):
+        return ""
+    bits = jnp.finfo(fmt.element_type.dtype).nmant + 1
+    half = 2.0 ** (math.floor(math.log2(_USUAL_WEIGHT)) - bits)
+    if rate >= half:
+        return ""
+    return (
+        f"Updates: masters in {fmt.name}, rounded to nearest, lose what moves a weight of "
+        f"{_USUAL_WEIGHT:g} by less than {half:.1e}, and an update moves it by "
+        f'optimizer.learning_rate = {rate:g}. Set precision.master = "float32", or '
+        'master_rounding = "stochastic" in a recipe of your own.'
     )
 
 

@@ -94,7 +94,13 @@ from fp8rl_jax.training.learner import Learner, micro_batches, step_config
 from fp8rl_jax.training.performance import Clock
 from fp8rl_jax.training.prompts import Prompt, PromptEncoder
 from fp8rl_jax.training.serving import Serving
-from fp8rl_jax.training.state import TrainState, init_state, make_optimizer, sharded_state
+from fp8rl_jax.training.state import (
+    TrainState,
+    float32_masters,
+    init_state,
+    make_optimizer,
+    sharded_state,
+)
 from fp8rl_jax.training.step import (
     batch_logprobs,
     batch_scores,
@@ -478,7 +484,8 @@ class Session:
             # layouts
             self._take(shard_policy(state, self.mesh))
             self.step, self._rollouts = self.step + 1, 0
-            metrics |= self.serving.measure(self.weights, batch, parts, seen, served, clock)
+            if self.serving.calibrates("trainer"):
+                metrics |= self.serving.measure(self.weights, batch, parts, seen, served, clock)
         mismatch = _mismatch(
             sampled,
             train_logprobs,
@@ -491,7 +498,7 @@ class Session:
         metrics |= learned | jax.block_until_ready(mismatch)
         encoded = None if next_prompts is None else self.encode(next_prompts)[0]
         self.serving.sync(self.weights, self.step, encoded, clock)
-        clock.work(self.weights.config, *rollout.work(), frozen=config.lora.rank > 0)
+        clock.work(self._shapes.config, *rollout.work(), frozen=config.lora.rank > 0)
         metrics |= rollout.metrics() | self.engine.metrics
         if behind:
             oldest = behind + metrics.get("rollout/oldest_token", 0.0)
@@ -813,15 +820,15 @@ class Session:
         The arrays are the session's own, which its next update gives away.
         """
         _, state = self._started()
-        (heads, _), _ = state.policy.config.cached
-        shape = state.policy.config.num_layers, heads
+        (heads, _), _ = self._shapes.config.cached
+        shape = self._shapes.config.num_layers, heads
         if self.recipe.kv_granularity == "layer":
             shape = shape[:1]
         beside = (self.serving.saved(shape),)
         if self._carry_over:
             beside += (self._carry_over.saved(self.config.rollout.samples_per_prompt),)
         assert self.engine.arrival is not None
-        beside += (self.engine.arrival.saved(state.policy),)
+        beside += (self.engine.arrival.saved(self._shapes),)
         return *to_save(state), *to_global(beside, replicated(self.mesh))
 
     @_on_mesh
@@ -871,7 +878,7 @@ class Session:
             prompt.index if isinstance(prompt, Example) else i for i, prompt in enumerate(prompts)
         ]
         positions, longest = (
-            self.weights.config.max_position_embeddings,
+            self._shapes.config.max_position_embeddings,
             self.sampling.max_new_tokens,
         )
         room = positions - longest
@@ -915,10 +922,10 @@ class Session:
 
     @property
     def weights(self) -> Policy:
-        """The session's own buffers, adapters beside their base: the next update gives them
-        away."""
+        """Float32 masters, adapters beside their base: the session's own buffers, which the next
+        update gives away; a copy where the recipe keeps them in another format."""
         if self._state is not None:
-            return self._state.policy
+            return float32_masters(self._state.policy)
         if self._policy is None:
             raise UserError(self._gone)
         return self._policy
@@ -965,7 +972,7 @@ class Session:
                 "policy begins a session of its own, and restore reads a checkpoint"
             )
         optimizer = self._learner.optimizer if self._learner else None
-        optimizer = optimizer or make_optimizer(self.config.optimizer, 1)
+        optimizer = optimizer or make_optimizer(self.config.optimizer, 1, self.recipe)
         scaling = self.config.trainer.loss_scale.resolve(self.config.compute_dtype)
         like = jax.eval_shape(lambda p: init_state(p, optimizer, scaling), self._shapes)
         if self.config.rl.clip_calibration.enabled:

@@ -1,5 +1,5 @@
-"""What a run carries from one update to the next: float32 masters, optimizer state, and what a run
-finds on the way: the loss scale of float16 and calibrated clip bounds.
+"""What a run carries from one update to the next: masters, optimizer state, and what a run finds on
+the way: the loss scale of float16 and calibrated clip bounds.
 
 Data order and sampling are functions of (seed, step), so a run resumed from this state repeats the
 uninterrupted one.
@@ -18,12 +18,26 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from fp8rl_jax.config.formats import FLOAT32
+from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.schema import report
 from fp8rl_jax.config.training import LossScaleConfig, OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.lora import Trained, join, split
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import policy_shardings, shard_policy
+from fp8rl_jax.training.gradients import Factors, init_factors, next_factors
+from fp8rl_jax.training.gradients import metrics as gradient_metrics
+from fp8rl_jax.training.kept import (
+    format_for,
+    is_float32,
+    is_kept,
+    leaves,
+    load,
+    loaded,
+    matrices,
+    store,
+)
 from fp8rl_jax.training.loss_scale import LossScale, factor, init_scale, next_scale
 from fp8rl_jax.training.optimizer import OPTIMIZERS, Optimizer
 
@@ -34,13 +48,15 @@ class TrainState:
     """What a run carries.
 
     Attributes:
-        policy: float32 masters, layers stacked; with adapters, the frozen base among them. Within
-            an update, what is trained and nothing else.
+        policy: masters as they are kept (recipe.master), layers stacked; with adapters, the frozen
+            base among them. Within an update, what is trained and nothing else.
         optimizer: its state, of what is trained (models.lora.split).
         updates: optimizer updates tried so far, int32 (a skipped one counts: schedules follow the
             data).
         loss_scale: where it is dynamic, else None; a checkpoint has it in the first case only.
         clip_bounds: of the ratio, where they are calibrated; likewise.
+        gradient_factors: of weight gradients that are scaled automatically (training/gradients.py);
+            likewise.
     """
 
     policy: Any
@@ -48,6 +64,7 @@ class TrainState:
     updates: Int[Array, ""]
     loss_scale: LossScale | None = None
     clip_bounds: Float[Array, " bounds"] | None = None
+    gradient_factors: Factors | None = None
 
 
 @partial(
@@ -106,29 +123,73 @@ def decay_mask(policy: Trained) -> Trained:
     )
 
 
-def make_optimizer(config: OptimizerConfig, updates: int) -> Optimizer:
+def make_optimizer(
+    config: OptimizerConfig,
+    updates: int,
+    recipe: Recipe = Recipe("float32"),  # noqa: B008  # frozen
+) -> Optimizer:
     """Make the optimizer that the configuration names.
 
     Args:
         updates: of the whole run, for the schedule.
+        recipe: of the run, whose STATE_ROLES say how the state is kept; default: in float32.
 
     Raises:
         UserError: whatever the optimizer refuses; settings out of their range.
     """
-    report(*config.faults("optimizer"))
+    report(*config.faults("optimizer", recipe))
     if updates < 1:
         raise UserError(f"updates = {updates} of a schedule must be at least 1")
     schedule = learning_rate(config, updates)
     # the rate is the schedule's alone, and not a part of what a program is compiled for
-    return OPTIMIZERS[config.name](replace(config, learning_rate=0.0), schedule, decay_mask)
+    return OPTIMIZERS[config.name](replace(config, learning_rate=0.0), schedule, decay_mask, recipe)
+
+
+def kept_masters(trained: Trained, recipe: Recipe) -> Trained:
+    """Bring float32 masters into the form that they are kept in; those that are in it stay."""
+    tensors, treedef = jax.tree.flatten(trained, is_leaf=is_kept)
+    if recipe.master == FLOAT32 or not all(map(is_float32, tensors)):
+        return trained
+    kept = (
+        store(x, format_for(recipe.master, matrix), jax.random.key(0))
+        for x, matrix in zip(tensors, matrices(trained), strict=True)
+    )
+    return jax.tree.unflatten(treedef, kept)
+
+
+def float32_masters(policy: Policy) -> Policy:
+    """The policy with float32 masters, as everything computes with it; it itself where they are
+    kept so."""
+    trained, frozen = split(policy)
+    if all(map(is_float32, leaves(trained))):
+        return policy
+    return join(_loaded(trained), frozen)
+
+
+_loaded = jax.jit(loaded)
 
 
 def init_state(
     policy: Policy, optimizer: Optimizer, scaling: LossScaleConfig | None = None
 ) -> TrainState:
     """Make a state before the first update; `scaling` as in `apply_gradients`."""
-    trained: Any = split(policy)[0]
-    return TrainState(policy, optimizer.init(trained), jnp.int32(0), init_scale(scaling))
+    trained, frozen = split(policy)
+    state = _state_of(trained, optimizer, scaling)
+    return replace(state, policy=join(state.policy, frozen))
+
+
+def _state_of(
+    trained: Trained, optimizer: Optimizer, scaling: LossScaleConfig | None
+) -> TrainState:
+    """A state before the first update, of what is trained."""
+    masters = kept_masters(trained, optimizer.recipe)
+    return TrainState(
+        masters,
+        optimizer.init(masters),
+        jnp.int32(0),
+        init_scale(scaling),
+        gradient_factors=init_factors(masters, optimizer.recipe),
+    )
 
 
 def sharded_state(
@@ -149,9 +210,7 @@ def sharded_state(
 
     def make(trained: Any) -> TrainState:
         bounds = None if clip_bounds is None else jnp.asarray(clip_bounds, jnp.float32)
-        return TrainState(
-            trained, optimizer.init(trained), jnp.int32(0), init_scale(scaling), bounds
-        )
+        return replace(_state_of(trained, optimizer, scaling), clip_bounds=bounds)
 
     state = jax.jit(make, out_shardings=policy_shardings(jax.eval_shape(make, trained), mesh))(
         trained
@@ -176,14 +235,16 @@ def apply_gradients(
     loss: Float[Array, ""],
     optimizer: Optimizer,
     scaling: LossScaleConfig | None = None,
+    saturated: Factors | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """Make one update, or none where a value is not finite.
 
     Args:
         state: its policy is what is trained and nothing else.
-        gradients: float32, of `scaled_loss`.
+        gradients: of `scaled_loss`, as they are kept.
         loss: not scaled.
         scaling: loss scaling, resolved; None: gradients are those of the loss.
+        saturated: of gradients that are scaled automatically, what `weight_gradients` found.
 
     Returns:
         The next state, and `optim/grad_norm` (before clipping), `optim/skipped` (0 or 1), and a
@@ -193,12 +254,13 @@ def apply_gradients(
         scaling also `optim/loss_scale`, the scale of this update; and where that is dynamic
         `optim/overflow`, 1 where the gradients of a finite loss overflowed with a scale above 1.
         Then the next scale is lower, `optim/skipped` is 1, and `nonfinite/gradient`, which is for
-        faults that scaling cannot cause, is 0.
+        faults that scaling cannot cause, is 0. With gradients that are scaled automatically also
+        what `gradients.metrics` has.
     """
     scale = factor(state.loss_scale, scaling)
     if scale is not None:
-        gradients = jax.tree.map(lambda g: g / scale, gradients)
-    norm = optax.tree.norm(gradients)
+        gradients = jax.tree.map(lambda g: load(g) / scale, gradients, is_leaf=is_kept)
+    norm = optax.tree.norm(loaded(gradients))
     sound = jnp.isfinite(loss) & jnp.isfinite(norm)
     policy, moments, fits = optimizer.step(
         state.policy, gradients, state.optimizer, norm, keep=sound
@@ -222,6 +284,15 @@ def apply_gradients(
             "nonfinite/gradient": flags["nonfinite/gradient"] - overflow,
         }
         following = next_scale(following, finite["gradient"], scaling)
+    factors = state.gradient_factors
+    if factors is not None and saturated is not None:
+        metrics |= gradient_metrics(factors, saturated)
+        factors = next_factors(factors, saturated, finite["gradient"])
     return replace(
-        state, policy=policy, optimizer=moments, updates=state.updates + 1, loss_scale=following
+        state,
+        policy=policy,
+        optimizer=moments,
+        updates=state.updates + 1,
+        loss_scale=following,
+        gradient_factors=factors,
     ), metrics

@@ -36,8 +36,10 @@ from fp8rl_jax.parallel import constrain, split_batch
 from fp8rl_jax.precision import QuantizationSums
 from fp8rl_jax.rollout.calibration import sampling_observer
 from fp8rl_jax.training.batch import Batch, Packing
+from fp8rl_jax.training.gradients import weight_gradients
+from fp8rl_jax.training.kept import loaded
 from fp8rl_jax.training.optimizer import Optimizer
-from fp8rl_jax.training.state import TrainState, apply_gradients, scaled_loss
+from fp8rl_jax.training.state import TrainState, apply_gradients, float32_masters, scaled_loss
 from fp8rl_jax.training.text import TextRows
 from pallas_kernels.backend import Backend
 
@@ -73,7 +75,7 @@ def completion_logprobs(
     At the sampling temperature, under the trainer's formats.
 
     Args:
-        policy: masters; put into the trainer's form here, so gradients arrive in float32.
+        policy: float32 masters; put into the trainer's form here, so gradients arrive in float32.
         scales: KV scales that `observe` is called with.
         observe: as `forward` takes it.
 
@@ -186,6 +188,7 @@ def batch_scores(
 
 
 def _by_micro_batch(policy: Policy, batch: Batch, config: StepConfig, take: Callable) -> Any:
+    policy = float32_masters(policy)
     parts = jax.lax.map(
         lambda micro: take(completion_logprobs(policy, micro, config)),
         split_batch(batch, config.micro_batches),
@@ -302,38 +305,47 @@ def _update(
         return scaled_loss(loss, state, config.loss_scale), found
 
     grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-    if config.micro_batches == 1:
-        (_, (loss, metrics, logprobs, seen)), gradients = grad_fn(state.policy, batch)
-        seen = jax.tree.map(lambda x: x[None], seen)
-    else:
-        (loss, gradients), (stacked, logprobs, seen) = _accumulated(
-            grad_fn, state.policy, split_batch(batch, config.micro_batches)
-        )
-        metrics, logprobs = rl.reduce_metrics(stacked), logprobs.reshape(batch.tokens.shape)
+
+    def compute(masters: Trained, batch: Batch):
+        """Gradients; the loss; metrics, log-probabilities and observations of each micro-batch."""
+        return _gradients(grad_fn, masters, batch, config.micro_batches)
+
+    gradients, saturated, loss, (stacked, logprobs, seen) = weight_gradients(
+        compute, loaded(state.policy), batch, optimizer.recipe, state.gradient_factors
+    )
+    metrics, logprobs = rl.reduce_metrics(stacked), logprobs.reshape(batch.tokens.shape)
     bounds = {}
     if state.clip_bounds is not None:
         bounds = {
             "clip_ratio/low_bound": state.clip_bounds[0],
             "clip_ratio/high_bound": state.clip_bounds[1],
         }
-    state, update_metrics = apply_gradients(state, gradients, loss, optimizer, config.loss_scale)
+    state, update_metrics = apply_gradients(
+        state, gradients, loss, optimizer, config.loss_scale, saturated
+    )
     metrics = rl.metric_values(metrics | corrections) | update_metrics | bounds
     return state, logprobs, metrics, seen
 
 
-def _accumulated(grad_fn: Callable, trained: Trained, parts: Any) -> tuple[tuple[Array, Any], list]:
-    """Sums of losses and gradients over micro-batches, and what else each of them gives, stacked.
+def _gradients(
+    grad_fn: Callable, trained: Trained, batch: Any, parts: int
+) -> tuple[Any, Array, list]:
+    """Gradients and loss, summed over `parts` micro-batches, and what else each gives, stacked.
 
     Args:
         grad_fn: (trained, micro-batch) -> ((what is differentiated, (loss, ...)), gradients).
     """
+    if parts == 1:
+        (_, (loss, *found)), gradients = grad_fn(trained, batch)
+        return gradients, loss, jax.tree.map(lambda x: x[None], found)
 
     def accumulate(carry, micro):
         (_, (loss, *found)), gradients = grad_fn(trained, micro)
         return jax.tree.map(jnp.add, carry, (loss, gradients)), found
 
     zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, trained))
-    return jax.lax.scan(accumulate, zeros, parts)
+    (loss, gradients), found = jax.lax.scan(accumulate, zeros, split_batch(batch, parts))
+    return gradients, loss, found
 
 
 def row_logprobs(
@@ -416,11 +428,14 @@ def _supervised_update(
         return scaled_loss(loss, state, config.loss_scale), (loss, sharp)
 
     grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-    if config.micro_batches == 1:
-        (_, (loss, sharp)), gradients = grad_fn(state.policy, batch)
-    else:
-        parts = split_batch(batch, config.micro_batches)
-        (loss, gradients), (stacked,) = _accumulated(grad_fn, state.policy, parts)
-        sharp = rl.reduce_metrics(stacked)
-    state, metrics = apply_gradients(state, gradients, loss, optimizer, config.loss_scale)
-    return state, {"loss": loss, **metrics, **rl.metric_values(sharp)}
+
+    def compute(masters: Trained, batch: Batch | TextRows):
+        return _gradients(grad_fn, masters, batch, config.micro_batches)
+
+    gradients, saturated, loss, (sharp,) = weight_gradients(
+        compute, loaded(state.policy), batch, optimizer.recipe, state.gradient_factors
+    )
+    state, metrics = apply_gradients(
+        state, gradients, loss, optimizer, config.loss_scale, saturated
+    )
+    return state, {"loss": loss, **metrics, **rl.metric_values(rl.reduce_metrics(sharp))}

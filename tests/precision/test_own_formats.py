@@ -14,7 +14,8 @@ from toy_formats import TWO_LEVELS, TwoLevels
 
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.formats import TensorFormat, parse_format
-from fp8rl_jax.config.recipe import LinearPrecision, Recipe
+from fp8rl_jax.config.recipe import STATE_ROLES, LinearPrecision, PrecisionConfig, Recipe
+from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
@@ -24,7 +25,7 @@ from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.parallel import policy_shardings
 from fp8rl_jax.parallel.mesh import AXES
 from fp8rl_jax.precision import QuantizedWeight, check_recipe, format_of, linear, register
-from fp8rl_jax.training.state import make_optimizer
+from fp8rl_jax.training.state import kept_masters, make_optimizer
 
 ALL = LinearPrecision(*[TWO_LEVELS] * 4)
 ROW = {
@@ -160,12 +161,14 @@ def test_what_no_kernel_takes_is_refused_by_name(monkeypatch):
 
 def test_moments_rest_in_it():
     """The first to nearest; the second right in the mean, and never 0 where something is."""
-    config = OptimizerConfig(
-        first_moment="two_levels", second_moment="two_levels", max_grad_norm=0.0
-    )
-    adam = make_optimizer(config, 1)
-    weight, gradient = {"w": jnp.zeros((4, 64))}, {"w": jnp.asarray(draw(4, 64))}
-    _, state, finite = adam.step(weight, gradient, adam.init(weight), jnp.float32(1))
+    kept = Recipe("mine", **dict.fromkeys(STATE_ROLES, TWO_LEVELS))
+    adam = make_optimizer(OptimizerConfig(learning_rate=1.0, max_grad_norm=0.0), 1, kept)
+    weight, gradient = {"w": jnp.ones((4, 64))}, {"w": jnp.asarray(draw(4, 64))}
+    masters = kept_masters(weight, kept)
+    after, state, finite = adam.step(masters, gradient, adam.init(masters), jnp.float32(1))
+    # a step of Adam's is the sign of the gradient
+    expected = restored(1 - np.sign(gradient["w"]))
+    np.testing.assert_allclose(after["w"].dequantize(), expected, atol=0.15)
     mean, square = 0.1 * np.asarray(gradient["w"]), 0.01 * np.asarray(gradient["w"]) ** 2
     assert finite
     np.testing.assert_allclose(state[0].mu["w"].dequantize(), restored(mean), rtol=1e-5)
@@ -180,26 +183,36 @@ def test_moments_rest_in_it():
 
 
 def test_moments_in_what_cannot_be_are_refused():
-    def said(**formats) -> list[str]:
-        return OptimizerConfig(**formats).faults("optimizer")
+    def said(beta2=0.99, **formats) -> str:
+        asked = PrecisionConfig(**formats)
+        config = RunConfig(precision=asked, optimizer=OptimizerConfig(beta2=beta2))
+        if faults := [line for line in config.problems() if "sft." not in line]:
+            return "\n".join(faults)
+        try:
+            check_recipe(config.resolved_recipe())
+        except UserError as error:
+            return str(error)
+        return ""
 
-    assert not said(first_moment="e5m2-1x64", second_moment="two_levels")
-    assert "optimizer.first_moment = 'e4m3-1x128-power_of_two'" not in str(
-        said(first_moment="e4m3-1x128-power_of_two")
+    taken = ("e5m2", "e5m2-1x64", "e4m3-1x128-power_of_two", "bfloat16", "float16-power_of_two")
+    assert not any(said(first_moment=name) for name in (*taken, "two_levels", "mxfp8"))
+    assert not said(second_moment="two_levels", master="two_levels", weight_gradient="two_levels")
+    assert "precision.second_moment: unknown element 'e9m9'" in said(second_moment="e9m9-1x8")
+    assert "first_moment: a training state does not follow" in said(first_moment="compute")
+    assert "bfloat16 takes neither scale nor block" in said(master="bfloat16-1x128")
+    assert "float16 without a scale has no block" in said(master="float16-1x128")
+    assert "second_moment = 'mxfp8': the format has no `store`" in said(second_moment="mxfp8")
+    assert "beta2 = 0.99: an e5m2 second moment needs at most 0.95" in said(
+        second_moment="e5m2-1x128"
     )
-    assert (
-        "optimizer.first_moment = 'e5m2': a moment rests in blocks" in said(first_moment="e5m2")[0]
-    )
-    assert "optimizer.second_moment: unknown element 'e9m9'" in said(second_moment="e9m9-1x8")[0]
-    with pytest.raises(UserError, match=r"beta2 = 0.99: an e5m2 second moment needs at most 0.95"):
-        make_optimizer(OptimizerConfig(second_moment="e5m2-1x128"), 1)
-    make_optimizer(OptimizerConfig(second_moment="e5m2-1x128", beta2=0.95), 1)
+    assert not said(beta2=0.95, second_moment="e5m2-1x128")
+    with pytest.raises(UserError, match=r"rollout\.weight: bfloat16 is of what is kept between"):
+        Recipe("mine").with_formats((("rollout.weight", parse_format("bfloat16")),))
 
 
 def test_a_run_a_plan_doctor_and_a_comparison_know_it(tmp_path, capsys):
-    moments = {"first_moment": "two_levels", "second_moment": "two_levels"}
-    mine = {"recipe": "mine", "recipes": {"mine": ROW}, "trainer": {"steps": 2}}
-    mine |= {"optimizer": moments}
+    kept = dict.fromkeys(("weight_gradient", "first_moment", "second_moment"), "two_levels")
+    mine = {"recipe": "mine", "recipes": {"mine": ROW | kept}, "trainer": {"steps": 2}}
     run = write_run(tmp_path, LEARNS, mine)
     assert train(run, tmp_path / "run", "--precision.exact", "false") == 0
     first, second = metric_rows(tmp_path / "run")

@@ -11,10 +11,11 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from fp8rl_jax.config.recipe import get_recipe
+from fp8rl_jax.config.formats import parse_format
+from fp8rl_jax.config.recipe import PrecisionConfig, Recipe, get_recipe, recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.run import RunConfig
-from fp8rl_jax.config.training import CheckpointConfig, OptimizerConfig
+from fp8rl_jax.config.training import CheckpointConfig, OptimizerConfig, SftConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import init_policy
@@ -22,7 +23,8 @@ from fp8rl_jax.parallel import policy_shardings
 from fp8rl_jax.parallel.mesh import AXES
 from fp8rl_jax.precision import QTensor
 from fp8rl_jax.training.checkpoint import Checkpoints
-from fp8rl_jax.training.optimizer import GROUPS, AdamW, _load, _store, moment_formats
+from fp8rl_jax.training.kept import load, store
+from fp8rl_jax.training.optimizer import AdamW
 from fp8rl_jax.training.state import (
     apply_gradients,
     decay_mask,
@@ -34,17 +36,23 @@ from fp8rl_jax.training.step import Batch, StepConfig, completion_logprobs
 from pallas_kernels.rounding import round_stochastic
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
-FORMATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "e4m3": GROUPS}
+GROUPS = parse_format("e4m3-1x128")
+FORMATS = ("float32", "bfloat16", "e4m3-1x128")
+
+
+def in_format(name: str) -> Recipe:
+    """A recipe whose moments rest in a format."""
+    return recipe("bf16", "moments", first_moment=name, second_moment=name)
+
+
 SHAPE = PolicyConfig("qwen3", 61, 48, 80, 2, 4, 2, 16)
 
 
 def _adam(name, rate=0.0, beta2=0.99, eps=1e-8):
     """Adam behind no clipping, its moments in a format."""
-    config = OptimizerConfig(
-        beta2=beta2, eps=eps, max_grad_norm=0.0, first_moment=name, second_moment=name
-    )
+    config = OptimizerConfig(beta2=beta2, eps=eps, max_grad_norm=0.0)
     schedule = learning_rate(replace(config, learning_rate=rate), 1)
-    return AdamW(config, schedule, partial(jax.tree.map, lambda _: False))
+    return AdamW(config, schedule, partial(jax.tree.map, lambda _: False), in_format(name))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16])
@@ -75,8 +83,8 @@ def test_stored_second_moment_keeps_its_bounds():
     nu = np.float32(10.0 ** rng.uniform(-14, -2, (6, 300)))
     nu[0, :128] = 0  # a group without gradients
     nu[1, 3] = 0  # an element without, in a group that has some
-    q = _store(jnp.asarray(nu), GROUPS, jax.random.key(0), True)
-    kept, scales = np.asarray(_load(q)), np.asarray(q.scales)
+    q = store(jnp.asarray(nu), GROUPS, jax.random.key(0), "stochastic", divides=True)
+    kept, scales = np.asarray(load(q)), np.asarray(q.scales)
     largest = np.repeat(
         [[nu[r, c : c + 128].max() for c in (0, 128, 256)] for r in range(6)], 128, axis=1
     )[:, :300]
@@ -92,7 +100,7 @@ def test_stored_second_moment_keeps_its_bounds():
 def test_second_moment_follows_a_gradient_that_shrinks(name):
     """Rounded to nearest, e4m3 and bfloat16 (beta2 = 0.999) would stand still. Mean of 128 columns
     of one decay, 400 updates."""
-    beta2 = 0.99 if name == "e4m3" else 0.999
+    beta2 = 0.99 if name == "e4m3-1x128" else 0.999
     adam, weight = _adam(name, beta2=beta2), {"w": jnp.zeros((1, 128))}
     # one large element holds the scale of the others' group
     sizes = jnp.where(jnp.arange(128) == 0, 4.0, 1.0)
@@ -105,12 +113,12 @@ def test_second_moment_follows_a_gradient_that_shrinks(name):
 
         return jax.lax.fori_loop(0, 400, step, state)
 
-    found = np.asarray(_load(run(adam.init(weight))[0].nu["w"]))[0, 1:]
+    found = np.asarray(load(run(adam.init(weight))[0].nu["w"]))[0, 1:]
     exact = 0.0
     for i in range(400):
         exact = beta2 * exact + (1 - beta2) * (1.0 if i < 100 else 0.25)
     # of the mean of 127; one alone is off by up to 44 %
-    bound = {"float32": 1e-5, "bfloat16": 0.02, "e4m3": 0.12}[name]
+    bound = {"float32": 1e-5, "bfloat16": 0.02, "e4m3-1x128": 0.12}[name]
     assert abs(found.mean() / exact - 1) < bound
 
 
@@ -149,7 +157,7 @@ def test_float32_moments_are_those_of_optax():
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-6, atol=1e-12), *states)
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("bfloat16", 0.02), ("e4m3", 0.15)])
+@pytest.mark.parametrize(("name", "tolerance"), [("bfloat16", 0.02), ("e4m3-1x128", 0.15)])
 def test_regression_converges_like_float32(name, tolerance):
     """Noisy least squares of 3 x 160 weights on features of sizes from 0.05 to 1: the logarithm of
     the mean excess error."""
@@ -210,10 +218,8 @@ def test_policy_learns_as_with_float32_moments():
         _batch(),
     )
     losses = {}
-    for name in ("float32", "e4m3"):
-        optimizer = make_optimizer(
-            OptimizerConfig(learning_rate=3e-3, first_moment=name, second_moment=name), 40
-        )
+    for name in ("float32", "e4m3-1x128"):
+        optimizer = make_optimizer(OptimizerConfig(learning_rate=3e-3), 40, in_format(name))
 
         def step(state, _, optimizer=optimizer):
             loss, gradients = jax.value_and_grad(
@@ -228,12 +234,12 @@ def test_policy_learns_as_with_float32_moments():
         assert not skipped.any()
         losses[name] = np.asarray(curve)
     assert losses["float32"][-1] < 0.5 * losses["float32"][0]
-    assert np.abs(losses["e4m3"] - losses["float32"]).max() < 0.05 * np.ptp(losses["float32"])
+    assert np.abs(losses["e4m3-1x128"] - losses["float32"]).max() < 0.05 * np.ptp(losses["float32"])
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_state_has_the_promised_bytes(name):
-    optimizer = make_optimizer(OptimizerConfig(first_moment=name, second_moment=name), 4)
+    optimizer = make_optimizer(OptimizerConfig(), 4, in_format(name))
     state = jax.eval_shape(
         lambda key: init_state(init_policy(SHAPE, key), optimizer), jax.random.key(0)
     ).optimizer[1][0]
@@ -244,7 +250,7 @@ def test_state_has_the_promised_bytes(name):
             == (BFLOAT16 if name == "bfloat16" else FLOAT32)
         )
         leaves = jax.tree.leaves(moment.layers.down_proj)  # [2, 48, 80]
-        promised = {"float32": 4 * 7680, "bfloat16": 2 * 7680, "e4m3": 7680 + 4 * 2 * 48}
+        promised = {"float32": 4 * 7680, "bfloat16": 2 * 7680, "e4m3-1x128": 7680 + 4 * 2 * 48}
         assert sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) == promised[name]
 
 
@@ -252,7 +258,7 @@ def test_packed_moments_are_placed_like_their_weights():
     mesh = AbstractMesh((1, 2, 1, 2), AXES, axis_types=(AxisType.Auto,) * 4)
     shape = PolicyConfig("qwen3", 64, 256, 512, 2, 4, 2, 64)
     policy = jax.eval_shape(lambda key: init_policy(shape, key), jax.random.key(0))
-    optimizer = make_optimizer(OptimizerConfig(first_moment="e4m3", second_moment="e4m3"), 1)
+    optimizer = make_optimizer(OptimizerConfig(), 1, in_format("e4m3-1x128"))
     state = policy_shardings(jax.eval_shape(partial(init_state, optimizer=optimizer), policy), mesh)
     for moment in (state.optimizer[1][0].mu, state.optimizer[1][0].nu):
         for name, weight in state.policy.layers.tensors().items():
@@ -266,7 +272,7 @@ def test_packed_moments_are_placed_like_their_weights():
 @pytest.mark.slow
 def test_a_skipped_update_leaves_packed_moments_as_they_were():
     policy = init_policy(SHAPE, jax.random.key(0))
-    optimizer = make_optimizer(OptimizerConfig(first_moment="e4m3", second_moment="e4m3"), 4)
+    optimizer = make_optimizer(OptimizerConfig(), 4, in_format("e4m3-1x128"))
     apply = jax.jit(partial(apply_gradients, optimizer=optimizer))
     state, _ = apply(init_state(policy, optimizer), policy, jnp.float32(0))
     broken = jax.tree.map(lambda x: x.at[..., 0].set(jnp.nan), policy)
@@ -292,24 +298,22 @@ def test_a_tensor_that_would_not_be_finite_stays(name):
     np.testing.assert_array_equal(after["a"][1], weight["a"][1])
     np.testing.assert_array_equal(after["a"][0] == weight["a"][0], name == "float32")
     assert jnp.isfinite(after["b"]).all() and (after["b"] > 1e38).all()
-    assert (_load(state[0].mu["a"]) < 0).all()
+    assert (load(state[0].mu["a"]) < 0).all()
 
 
 @pytest.mark.slow
 def test_checkpoint_of_packed_moments_resumes_bit_for_bit_and_refuses_other_formats(tmp_path):
     policy = init_policy(SHAPE, jax.random.key(0))
     optimizers = {
-        name: make_optimizer(
-            OptimizerConfig(learning_rate=1e-2, first_moment=name, second_moment=name), 4
-        )
+        name: make_optimizer(OptimizerConfig(learning_rate=1e-2), 4, in_format(name))
         for name in FORMATS
     }
-    apply = jax.jit(partial(apply_gradients, optimizer=optimizers["e4m3"]))
-    state, _ = apply(init_state(policy, optimizers["e4m3"]), policy, jnp.float32(0))
+    apply = jax.jit(partial(apply_gradients, optimizer=optimizers["e4m3-1x128"]))
+    state, _ = apply(init_state(policy, optimizers["e4m3-1x128"]), policy, jnp.float32(0))
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
     checkpoints.save(1, state)
     step, restored = checkpoints.restore(
-        jax.eval_shape(partial(init_state, optimizer=optimizers["e4m3"]), policy)
+        jax.eval_shape(partial(init_state, optimizer=optimizers["e4m3-1x128"]), policy)
     )
     assert step == 1 and isinstance(restored.optimizer[1][0].mu.layers.q_proj.value, QTensor)
     whole, resumed = (
@@ -332,15 +336,27 @@ def test_checkpoint_of_packed_moments_resumes_bit_for_bit_and_refuses_other_form
 
 
 def test_formats_are_those_that_the_run_names():
-    assert moment_formats(OptimizerConfig()) == (FLOAT32, FLOAT32)
-    assert moment_formats(OptimizerConfig(first_moment="e4m3", second_moment="bfloat16")) == (
-        GROUPS,
-        BFLOAT16,
-    )
-    with pytest.raises(UserError, match=r"beta2 = 0.999"):
-        moment_formats(OptimizerConfig(beta2=0.999, second_moment="e4m3"))
-    slow = RunConfig(optimizer=OptimizerConfig(beta2=0.999, second_moment="e4m3"))
-    assert [line for line in slow.problems() if "optimizer.beta2" in line]
+    """The recipe's, or what [precision] says in their place."""
+    changes = PrecisionConfig(first_moment="e4m3-1x128", second_moment="bfloat16")
+    changed = RunConfig(precision=changes).resolved_recipe()
+    assert changed == recipe("bf16", first_moment="e4m3-1x128", second_moment="bfloat16")
+    state = make_optimizer(OptimizerConfig(), 1, changed).init({"w": jnp.ones((2, 4, 128))})[1][0]
+    assert state.mu["w"].values.dtype == jnp.float8_e4m3fn and state.nu["w"].dtype == BFLOAT16
+    packed = PrecisionConfig(second_moment="e4m3-1x128")
+    for key in ("optimizer", "sft.optimizer"):
+        slow = RunConfig(precision=packed, **SLOW[key])
+        assert [line for line in slow.problems() if "beta2" in line] == [
+            f"{key}.beta2 = 0.999: an e4m3 second moment needs at most 0.99; use "
+            'precision.second_moment = "bfloat16"'
+        ]
+    with pytest.raises(UserError, match=r"beta2 = 0.999: an e4m3 second moment"):
+        make_optimizer(OptimizerConfig(beta2=0.999), 1, in_format("e4m3-1x128"))
+
+
+SLOW = {
+    "optimizer": {"optimizer": OptimizerConfig(beta2=0.999)},
+    "sft.optimizer": {"sft": SftConfig(optimizer=OptimizerConfig(beta2=0.999))},
+}
 
 
 def test_sgd_is_that_of_optax_and_keeps_no_moments():
@@ -375,9 +391,13 @@ def test_sgd_is_that_of_optax_and_keeps_no_moments():
 
 
 def test_sgd_refuses_what_only_adam_has():
-    asked = OptimizerConfig("sgd", beta1=0.5, first_moment="bfloat16")
-    assert [line for line in RunConfig(optimizer=asked).problems() if "no use" in line] == [
+    asked = RunConfig(
+        optimizer=OptimizerConfig("sgd", beta1=0.5),
+        precision=PrecisionConfig(first_moment="bfloat16"),
+    )
+    assert [line for line in asked.problems() if "no use" in line] == [
         "optimizer.beta1 has no use where optimizer.name is 'sgd'",
-        "optimizer.first_moment has no use where optimizer.name is 'sgd'",
+        "recipe 'bf16': first_moment has no use where optimizer.name is 'sgd'; set "
+        'precision.first_moment = "float32"',
     ]
     assert not RunConfig(optimizer=OptimizerConfig("sgd")).problems()

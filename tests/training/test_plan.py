@@ -213,8 +213,8 @@ def test_qwen3_8b_in_bytes_by_hand():
     assert found["KV cache (float8_e4m3fn)"] == 2 * 36 * 8 * 128 * slots
     gathered = rollout["rollout weights, gathered for the decode loop"]
     assert gathered == plan.always["rollout weights (e4m3, rest bfloat16)"]
-    eight = replace(config.optimizer, first_moment="e4m3", second_moment="e4m3")
-    packed = memory_plan(QWEN3_8B, replace(config, optimizer=eight)).always["optimizer state"]
+    eight = replace(config.precision, first_moment="e4m3-1x128", second_moment="e4m3-1x128")
+    packed = memory_plan(QWEN3_8B, replace(config, precision=eight)).always["optimizer state"]
     assert packed == 2 * (matrices + 4 * matrices // 128 + 4 * norms) + 8
     halves = memory_plan(QWEN3_8B, config, mesh_sizes(config.mesh) | {"fsdp": 2})
     assert halves.always["masters (float32)"] == 2 * matrices + 4 * norms
@@ -242,16 +242,17 @@ def test_every_change_that_is_offered_does_fit_and_others_do_not():
     assert memory_plan(QWEN3_8B, config).peak > limit
     offered = dict(what_fits(QWEN3_8B, config, sizes, limit))
     assert {
-        'optimizer.first_moment = optimizer.second_moment = "e4m3"',
+        'precision.first_moment = precision.second_moment = "e4m3-1x128"',
         "mesh.fsdp = 2",
     } <= offered.keys()
     assert all(peak <= limit for peak in offered.values())
     packed = replace(
-        config, optimizer=replace(config.optimizer, first_moment="e4m3", second_moment="e4m3")
+        config,
+        precision=replace(config.precision, first_moment="e4m3-1x128", second_moment="e4m3-1x128"),
     )
     assert (
         memory_plan(QWEN3_8B, packed).peak
-        == offered['optimizer.first_moment = optimizer.second_moment = "e4m3"']
+        == offered['precision.first_moment = precision.second_moment = "e4m3-1x128"']
     )
     assert "mesh.fsdp = 16" not in offered  # 8 prompts do not divide by it
     pairs = what_fits(QWEN3_8B, config, sizes, 120_000_000_000)
@@ -289,6 +290,10 @@ def test_the_plan_says_when_a_weight_of_an_fp8_checkpoint_changes(tmp_path):
         line = said("fp8-rl", dtype, learning_rate=1e-4)
         assert "has moved by 6.3e-04 to 1.3e-03, which is 7 to 13 updates" in line
         assert "From the checkpoint in bfloat16" in line
+    # masters of 11 bits that are rounded to nearest hear nothing of a small update
+    line = said("fp8-lm-o2", "bfloat16", learning_rate=1e-6)
+    assert "masters in float16-power_of_two, rounded to nearest, lose what moves a" in line
+    assert "by less than 7.6e-06" in line and not said("fp8-lm-o2", "bfloat16", learning_rate=1e-5)
     still = ModelConfig(str(tmp_path), dither=False)
     assert "With model.dither" in heard(RunConfig(recipe="jet-rl", model=still))
     # drawn from the cells; not served in that format; SGD; a checkpoint that is not quantized

@@ -75,6 +75,8 @@ def format_of(fmt: TensorFormat, shape: tuple[int, ...] = ()) -> Format:
     block = rows or shape[-2], columns or shape[-1]
     if made:
         return replace(made, block=block)
+    if fmt.scale == "none":
+        raise UserError(f"{fmt.name} has no scale, and is a dtype, not a format of blocks")
     return Blocks(block, fmt.element_type.dtype, fmt.scale)
 
 
