@@ -52,6 +52,7 @@ from fp8rl_jax.models.policy import Policy, init_policy, parameter_count
 from fp8rl_jax.parallel import DEFAULT_RULES, ShardingRules, batch_shards, policy_shardings
 from fp8rl_jax.parallel.mesh import AXES
 from fp8rl_jax.precision.formats import in_blocks
+from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.paged.host import WHOLE
 from fp8rl_jax.rollout.paged.layout import choose_layout
 from fp8rl_jax.rollout.sampler import cache_dtype, loop_dtype

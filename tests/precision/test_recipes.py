@@ -352,6 +352,9 @@ def test_the_built_in_rows_are_these():
         "w4a16",
         "int4-qat",
         "fp4",
+        "fp8-lm-o1",
+        "fp8-lm-o2",
+        "fp8-lm-o3",
     ]
     assert RECIPES["bf16"] == Recipe("bf16")
     assert FULL == Recipe(
@@ -411,9 +414,7 @@ def test_the_built_in_rows_are_these():
         1.05,
         None,
     )
-    assert FULL.quantized == tuple(
-        f"*.{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
-    )
+    assert FULL.quantized == ("*",)
 
 
 @pytest.mark.parametrize(
