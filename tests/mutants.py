@@ -1289,6 +1289,23 @@ LIST: list[Mutant] = [
         ("yarn-at-one", "1.0 if scaling is None else scaling.amplitude", "1.0", "transformers"),
     ),
     *of(
+        "models/latent.py",
+        "models/test_deepseek.py",
+        ("latents-by-the-key-s-scale", "scales[1:]", "(scales[1],) * 2", "fp8_cache"),
+        (
+            "latents-by-the-layer-s-eps",
+            "norm(latent, layer.kv_a_layernorm, LATENT_NORM_EPS)",
+            "norm(latent, layer.kv_a_layernorm)",
+            "transformers",
+        ),
+        (
+            "neighbours-of-the-cache-apart",
+            "jnp.stack(jnp.split(turned, 2, axis=-1), axis=-1)",
+            "jnp.stack(jnp.split(turned, 2, axis=-1), axis=-2)",
+            "neighbours",
+        ),
+    ),
+    *of(
         "models/attention.py",
         "rollout/test_kv_granularity.py",
         (

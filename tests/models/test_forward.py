@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_llama as reference
-from tiny_models import GEMMA, GLM, LLAMA, MISTRAL, MOE, QWEN2, QWEN3
+from tiny_models import DEEPSEEK, GEMMA, GLM, LLAMA, MISTRAL, MOE, QWEN2, QWEN3
 
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.training import LoraConfig
@@ -257,6 +257,11 @@ LAYER = ("layers.q_proj", "layers.k_norm", "layers.down_proj")
 FOUR_NORMS = tuple(
     f"layers.{name}_layernorm" for name in ("post_attention", "pre_feedforward", "post_feedforward")
 )
+LATENTS = tuple(
+    f"layers.{name}"
+    for name in ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm")
+) + ("layers.kv_b_proj", "layers.o_proj")
+ONE_SPARSE = dataclasses.replace(DEEPSEEK.mixture, dense_layers=())
 EXPERTS = (
     "layers.router",
     "layers.experts.gate_proj",
@@ -275,8 +280,9 @@ EXPERTS = (
         ),
         (SMALL_MOE, EXPERTS),
         (SMALL_GEMMA, ("embed_tokens", *LAYER, *FOUR_NORMS, "norm")),
+        (dataclasses.replace(DEEPSEEK, num_layers=1, experts=ONE_SPARSE), LATENTS),
     ],
-    ids=["qwen3", "qwen2_window", "moe", "gemma3"],
+    ids=["qwen3", "qwen2_window", "moe", "gemma3", "deepseek_v3"],
 )
 def test_gradients_equal_finite_differences_of_the_reference(config, paths):
     policy, weights = policy_and_weights(config)
