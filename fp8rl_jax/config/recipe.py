@@ -107,7 +107,8 @@ class ForwardFormats(TrainerFormats):
     one that brings its own quantizer) is simulated: each token's head is rounded through it, the
     cache keeps the compute dtype, and nothing is calibrated."""
     value: TensorFormat = COMPUTE
-    """Cached values; as rollout.key, and where that is simulated in any format of the kind."""
+    """Cached values; as rollout.key, and where that is simulated in any format of the kind. With
+    latent attention the latents, and rollout.key is of the rotated key that heads share."""
 
 
 GradientRounding = Literal["nearest", "stochastic"]

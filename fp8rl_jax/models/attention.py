@@ -2,8 +2,8 @@
 parts of the cache hold.
 
 From top to bottom: what a layer reads and leaves, the completion cache in a block and in pages, the
-mixer itself: `Attention` scores and prefills many tokens a row, and decodes one. A layer that mixes
-tokens otherwise has a class of this form, and its empty cache in models/cache.py.
+mixer itself: `Attention` scores and prefills many tokens a row, and decodes one. Another attention
+is a subclass with what differs (models/latent.py).
 """
 
 from __future__ import annotations

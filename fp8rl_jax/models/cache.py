@@ -9,6 +9,9 @@ Rows that come and go, each with a length of its own, keep their keys and values
 (`Pages`): a row is a list of page numbers, those of its prompt shared with the prompt's other
 samples.
 
+With latent attention (models/latent.py) the keys are those that all heads share, and the values the
+latents, each as of a single head.
+
 In FP8 the cache holds e4m3 values, and a layer has scales of Q, K and V: a number each, or one a KV
 head. They are calibrated at every weight sync (rollout.calibration); nothing here guesses one. A
 format that finds its scales in each token's head is simulated: keys and values are rounded through
