@@ -1096,7 +1096,6 @@ LIST: list[Mutant] = [
         "weights/stored_linears.py",
         "training/test_stored_base.py",
         ("offset-integers", "columns // 2] ^ 0x88", "columns // 2]", "own_codes"),
-        ("any-block", "or block != self.layout.block", "", "otherwise"),
     ),
     *of(
         "precision/compute.py",

@@ -7,6 +7,7 @@ the page that `python -m experiments.figures` makes of them.
     mismatch    k3 of SmolLM2-135M served in a format (mismatch.py)
     errors      relative errors of weights, activations, K, V and gradients (errors.py)
     exact       both sides in the format, in exact mode: no difference at all (exact.py)
+    attention   the same of formats inside of attention (attention.py)
     sums        products that add up alike in two orders (sums.py)
     learning    loss after supervised training of the demo in the format (learning.py)
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 MODEL = "smollm2-135m"
 FINGERPRINT = 5e-3
 """How far fingerprints may be apart, relative."""
-PARTS = ("mismatch", "errors", "exact", "sums", "learning")
+PARTS = ("mismatch", "errors", "exact", "attention", "sums", "learning")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Arguments:
     """Measure number formats, part by part and row by row."""
 
     parts: tuple[str, ...] = PARTS
-    """Of mismatch, errors, exact, sums and learning."""
+    """Of mismatch, errors, exact, attention, sums and learning."""
     rows: tuple[str, ...] = ()
     """Formats by name; default: those that the part has (experiments/formats/rows.py)."""
     module: tuple[str, ...] = ()
@@ -268,6 +269,31 @@ def exact(arguments: Arguments, rows: list[Row]) -> None:
             record.add(row=row.name, **differences(policy, row, given, NEW))
 
 
+def attention(arguments: Arguments, rows: list[Row]) -> None:
+    """k3 and exact mode of formats inside of attention, whatever rows are asked for."""
+    from experiments.formats.attention import ATTENTION
+    from experiments.formats.exact import NEW, differences
+    from experiments.formats.mismatch import Batch, prompts
+    from fp8rl_jax.weights.load import load
+    from fp8rl_jax.weights.resolve import resolve_model
+
+    settings = {"model": MODEL} | of(arguments, "prompts", "prompt_tokens", "new_tokens")
+    record = Record(Path(arguments.output) / "attention.json", settings)
+    policy, tokenizer = load(resolve_model(MODEL))
+    given = prompts(tokenizer, 0, arguments.prompts, arguments.prompt_tokens)
+    few = prompts(tokenizer, 0, 1, arguments.prompt_tokens)
+    batch = Batch(policy, given, 0, arguments.new_tokens)
+    for row in ATTENTION:
+        key = {"row": row.name, "roles": list(row.roles)}
+        flows = [flow for flow in row.flows if not record.has(**key, flow=flow)]
+        for flow, found in batch.measure(row, flows):
+            print(f"{row.name}, {', '.join(row.roles)}, {flow}", file=sys.stderr)
+            record.add(**key, flow=flow, **found)
+        if "unified" in row.flows and not record.has(**key, flow="exact"):
+            print(f"{row.name}, {', '.join(row.roles)}, exact", file=sys.stderr)
+            record.add(**key, flow="exact", **differences(policy, row, few, NEW))
+
+
 def learning(arguments: Arguments, rows: list[Row]) -> None:
     """Losses of each row, seed by seed."""
     from experiments.formats.learning import LEARNED, losses, run_config
@@ -303,6 +329,7 @@ MEASURES: dict[str, Callable[[Arguments, list[Row]], None]] = {
     "mismatch": mismatch,
     "errors": errors,
     "exact": exact,
+    "attention": attention,
     "sums": sums,
     "learning": learning,
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.formats.attention import ATTENTION
 from experiments.formats.mismatch import BASE, FLOWS
 from experiments.formats.rows import BASELINE, BFLOAT16, ROWS
 from fp8rl_jax.statistics import compare_arms
@@ -268,6 +269,35 @@ def identical(records: Records) -> Table:
     return Table("Exact mode", about, heads, rows)
 
 
+def of_attention(records: Records) -> Table:
+    """Probabilities, keys and values."""
+    rows = []
+    for row in ATTENTION:
+        entries = records.entries("attention", row=row.name, roles=list(row.roles))
+        found = {entry["flow"]: entry for entry in entries}
+        if "both" not in found:
+            continue
+        k3 = {flow: found[flow]["k3"] for flow in ("both", "unified") if flow in found}
+        rows.append(
+            [
+                ", ".join(row.roles),
+                f"`{row.name}`",
+                _interval(k3["both"]),
+                f"{np.mean(k3['both']):.2g}",
+                _interval(k3.get("unified", [])),
+                f"{found['exact']['largest']}" if "exact" in found else "",
+            ]
+        )
+    about = """
+        The same model, prompts and draws as above, linears in float32. Probabilities are cast times 256 and normalized by the
+        float32 sum; keys and values are rounded, each head of a token by itself, and kept in the compute dtype. A trainer can
+        cast probabilities, too; keys and values it has in the compute dtype.
+    """
+    heads = ["role", "format", "k3, rollout-only", "its mean", "k3, unified, not exact"]
+    heads += ["largest difference under exact"]
+    return Table("Inside of attention", about, heads, rows)
+
+
 INDEPENDENT = {
     (BASE, "both"): "0.0276 (0.0237 to 0.0315)",
     (BASE, "weights"): "0.0225",
@@ -356,6 +386,8 @@ def tables(records: Records) -> list[Table]:
         made.append(learned(records))
     if "exact" in records.kept:
         made.append(identical(records))
+    if "attention" in records.kept:
+        made.append(of_attention(records))
     made += [by_kind(records, model) for model in models]
     if "mismatch" in records.kept:
         made += [beside_torch(records), repeated(records)]

@@ -14,6 +14,7 @@ from rollout.tiny import CONFIG, WIDTH, make_policy, make_prompts
 
 from experiments.formats import mismatch, page, rows
 from experiments.formats.__main__ import Arguments, Record, main, run, same
+from experiments.formats.attention import AttentionRow
 from experiments.formats.errors import INPUTS, errors, relative, tensors_of
 from experiments.formats.exact import differences
 from experiments.formats.rows import ROWS, Row, bits, fingerprint
@@ -123,6 +124,9 @@ def test_flows_of_a_row(batch):
     assert {of["tokens"] for of in found.values()} == {12}
     medians = {flow: np.median(of["k3"]) for flow, of in found.items()}
     assert medians["unified"] < min(medians["weights"], medians["activations"]) < medians["both"]
+    cast = AttentionRow("e5m2")
+    found = dict(batch.measure(cast, cast.flows))
+    assert 0 <= np.median(found["unified"]["k3"]) < np.median(found["both"]["k3"]) < 0.05
     side = mismatch.served(batch.policy, row)
     rollout = batch.sampled(side)
     np.testing.assert_array_equal(rollout.tokens, batch.base.tokens)
@@ -154,7 +158,8 @@ def test_errors_by_kind_and_exact_mode():
         for kind, error in kinds.items():
             assert 0.01 < error < 0.05 < coarse[role][kind] < 0.2
     assert errors(BY_NAME["int4-1x32"], tensors).keys() == {"weight"}
-    assert differences(policy, BY_NAME["mxfp8"], given, 3) == {"largest": 0.0, "tokens": 12}
+    for row in (BY_NAME["mxfp8"], AttentionRow("e4m3")):
+        assert differences(policy, row, given, 3) == {"largest": 0.0, "tokens": 12}
 
 
 @pytest.mark.slow
