@@ -195,6 +195,20 @@ def wilson_interval(rate: float, count: int, z: float = 1.96) -> tuple[float, fl
     return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
+def exact_interval(count: int, n: int, level: float = 0.95) -> tuple[float, float]:
+    """Compute the exact interval of a share of runs (Clopper and Pearson, 1934): it holds at least
+    at its level, however few they are.
+
+    Args:
+        count: runs of which it is true.
+        n: runs, at least 1.
+    """
+    tail = (1 - level) / 2
+    low = float(special.betaincinv(count, n - count + 1, tail)) if count else 0.0
+    high = float(special.betaincinv(count + 1, n - count, 1 - tail)) if count < n else 1.0
+    return low, high
+
+
 def compare_arms(
     outcomes: Mapping[str, Sequence[float | None]],
     baseline: str,

@@ -1558,6 +1558,17 @@ LIST: list[Mutant] = [
         ("mx-scales-down", 'if self.scale == "up":', 'if self.scale == "down":', "rounded_up_is"),
     ),
     *of(
+        "training/watch.py",
+        "training/test_watch.py",
+        (
+            "never-diverged",
+            "median > best + SPIKE * spread_of_best",
+            "median > self._first",
+            "does_not_come",
+        ),
+        ("half-of-the-spikes", "self.count += found", "self.count |= found", "planted_spikes"),
+    ),
+    *of(
         "rl/sharpness.py",
         "rl/test_sharpness.py",
         ("box-without-the-target", "room + of_target(room)", "room", "best_corner"),

@@ -20,6 +20,7 @@ from fp8rl_jax.statistics import (
     Look,
     compare_arms,
     detectable_difference,
+    exact_interval,
     holm,
     judge,
     lost_runs_p,
@@ -556,3 +557,10 @@ def test_a_barred_arm_is_not_called_better():
             estimate, 0.02, 0.05, "higher", np.array([0]), np.array(0), 5, np.array([barred])
         )
         assert VERDICTS[found.verdict[0]] == verdict and estimate.pairs[0] == 4
+
+
+@pytest.mark.parametrize(("count", "n"), [(0, 5), (1, 5), (3, 5), (5, 5), (2, 40)])
+def test_an_exact_interval_is_that_of_the_binomial_test(count, n):
+    for level in (0.95, 0.8):
+        of_scipy = stats.binomtest(count, n).proportion_ci(level, "exact")
+        assert exact_interval(count, n, level) == pytest.approx((of_scipy.low, of_scipy.high))

@@ -52,7 +52,7 @@ from fp8rl_jax.training.setup import (
     reward_pool,
 )
 from fp8rl_jax.training.stopping import Asked, Stopping, stopping
-from fp8rl_jax.training.tracking import JsonLines, Trackers, make_tracker, steps_of
+from fp8rl_jax.training.tracking import JsonLines, Trackers, make_tracker, rows_of
 from fp8rl_jax.training.watch import Watch
 
 _log = logging.getLogger("fp8rl")
@@ -123,7 +123,7 @@ class Loop:
     Those of another kind of training take the place of the methods behind `_standing`.
     """
 
-    columns, free = COLUMNS, FREE
+    columns, free, supervised = COLUMNS, FREE, False
 
     def __init__(self, setup: Setup, pool: RewardPool | None, explain: Explain | None = None):
         self.explain = explain
@@ -132,7 +132,11 @@ class Loop:
         self.prepare()
         self.checkpoints = Checkpoints(setup.directory / "checkpoints", config.checkpoint)
         self.watch = Watch(
-            config.trainer, self.checkpoints.directory, config.compute_dtype, reward_log(setup)
+            config.trainer,
+            self.checkpoints.directory,
+            config.compute_dtype,
+            reward_log(setup),
+            self.supervised,
         )
         self.settings = setup.fingerprint()
         self.changed: list[str] = []
@@ -152,7 +156,10 @@ class Loop:
             self.start == steps
             and is_main_process()
             and read_record(directory).get("finished") == steps
-            and (not self.evaluates or steps in steps_of(directory / "metrics.jsonl"))
+            and (
+                not self.evaluates
+                or steps in {row["step"] for row in rows_of(directory / "metrics.jsonl")}
+            )
         )
         # told to all: a process that came late would read the record of this very start
         if finished := bool(sum_over_processes(np.int32(whole))):
@@ -178,6 +185,7 @@ class Loop:
                 settings=dataclasses.asdict(config),
                 columns=self.columns,
             )
+            self.watch.recall(rows_of(setup.directory / "metrics.jsonl"))
             self.open_samples()
 
     def _agree(self, step: int, before: dict[str, Any]) -> None:

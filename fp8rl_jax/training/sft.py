@@ -75,7 +75,7 @@ def supervise(setup: Setup, report=print) -> None:
 class SupervisedLoop(Loop):
     """A run on the answers of a task's problems."""
 
-    columns, free = SFT_COLUMNS, FREE_SUPERVISED
+    columns, free, supervised = SFT_COLUMNS, FREE_SUPERVISED, True
     told = "Warm start: nothing held out"
 
     @property

@@ -216,13 +216,14 @@ def _faults_named(path: Path) -> Generator[None]:
         ) from error
 
 
-def steps_of(path: Path) -> set[int]:
-    """Read which steps a record has; lines that are not whole have none."""
-    steps = set()
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a record that have a step; lines that are not whole are left out."""
+    rows = []
     for line in path.read_bytes().splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError, TypeError, KeyError):
-            steps.add(int(json.loads(line)["step"]))
-    return steps
+            row = json.loads(line)
+            rows.append({**row, "step": int(row["step"])})
+    return rows
 
 
 def _divided(path: Path, step: int) -> tuple[list[bytes], list[bytes]]:

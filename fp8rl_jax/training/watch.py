@@ -1,9 +1,16 @@
 """What a person must be told while a run goes on: skipped updates, failed rewards, groups that
-teach nothing, sides that disagree, updates that do not arrive."""
+teach nothing, sides that disagree, updates that do not arrive; and what is counted of its
+stability."""
 
 from __future__ import annotations
 
 import logging
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
 
 from fp8rl_jax.config.training import TrainerConfig
 from fp8rl_jax.errors import UserError
@@ -23,6 +30,110 @@ _DEAF_STEPS = 3
 """So many steps in a row, as the first ones move the masters little."""
 
 
+SPIKE = 7.0
+"""Standard deviations above the middle of the values before."""
+WINDOW, LEAST = 100, 32
+"""Values before that a spike is measured against: at most, and at least."""
+
+
+def middle(values: np.ndarray) -> tuple[float, float]:
+    """Find the median, and a standard deviation that a few spikes among them do not move: 1.4826
+    times the median absolute deviation, that of normal numbers."""
+    median = float(np.median(values))
+    return median, 1.4826 * float(np.median(np.abs(values - median)))
+
+
+class Spikes:
+    """Counts the values of a series that stand far above those before them.
+
+    A spike is a value SPIKE standard deviations or more above the median of the last WINDOW ones:
+    OLMo 2's spike score (arXiv 2501.00656), with a median in place of its mean over 1,000 steps, so
+    that short runs and windows with spikes in them are measured alike, and upward alone. Of normal
+    noise 7 in a million values are called spikes by the fewest values that there may be, and 1 in
+    100 million by a whole window. Where more than half of a window is one number, it tells no
+    spread, and nothing is counted. What is not finite is a skipped update, and no part of it.
+
+    Args:
+        logarithms: compare those, of what is positive and varies by factors.
+    """
+
+    def __init__(self, logarithms: bool = False):
+        self._logarithms, self._before = logarithms, deque[float](maxlen=WINDOW)
+        self.count = 0
+
+    def see(self, value: float) -> bool:
+        """Take the next value; says whether it is a spike."""
+        if self._logarithms:
+            value = math.log(value) if value > 0 else math.nan
+        if not math.isfinite(value):
+            return False
+        found = False
+        if len(self._before) >= LEAST:
+            median, spread = middle(np.asarray(self._before))
+            found = spread > 0 and value >= median + SPIKE * spread
+        self._before.append(value)
+        self.count += found
+        return found
+
+
+class Stability:
+    """Counts what FP8 training is compared with 16 bits by (arXiv 2411.08719): spikes of loss and
+    gradient norm, and of supervised training whether its loss has diverged.
+
+    It has diverged where its last LEAST values are SPIKE standard deviations or more above the best
+    LEAST values in a row before, or above the first one of all: a spike that it has not come back
+    from. An update that is not finite counts as one of infinite loss. In reinforcement learning it
+    has no level to diverge from: name an accuracy in [collapse] of an ablation.
+
+    Args:
+        supervised: whether the loss is one that training lowers.
+    """
+
+    def __init__(self, supervised: bool = False):
+        self._series = {"loss": Spikes(), "optim/grad_norm": Spikes(logarithms=True)}
+        self._supervised = supervised
+        self._first, self._best = math.nan, (math.inf, 0.0)
+        self._last = deque[float](maxlen=LEAST)
+
+    def see(self, metrics: Mapping[str, float | None]) -> dict[str, float]:
+        """Take one step's metrics.
+
+        Args:
+            metrics: of the step, or of a row that a run wrote of it, where None is not finite.
+
+        Returns:
+            `stability/loss_spikes` and `stability/grad_norm_spikes`, the number of each since the
+            run began; of supervised training `stability/diverged`, 1 where it has.
+        """
+        values = {name: metrics[name] for name in self._series if name in metrics}
+        values = {name: math.nan if x is None else float(x) for name, x in values.items()}
+        for name, value in values.items():
+            self._series[name].see(value)
+        found = {
+            f"stability/{name.rpartition('/')[2]}_spikes": float(self._series[name].count)
+            for name in values
+        }
+        if not self._supervised:
+            return found
+        return found | {"stability/diverged": float(self._diverged(values["loss"]))}
+
+    def _diverged(self, loss: float) -> bool:
+        loss = loss if math.isfinite(loss) else math.inf
+        if math.isnan(self._first):
+            self._first = loss
+        self._last.append(loss)
+        if len(self._last) < LEAST:
+            return False
+        last = np.asarray(self._last)
+        if np.isinf(np.median(last)):
+            return True
+        median, spread = middle(last)
+        best, spread_of_best = self._best
+        if median < best:
+            self._best = median, spread
+        return median > self._first + SPIKE * spread or median > best + SPIKE * spread_of_best
+
+
 class Watch:
     """Reads each step's metrics, warns, and stops a run that no longer learns.
 
@@ -32,6 +143,7 @@ class Watch:
         checkpoints: where the last whole checkpoint lies, for the message.
         compute_dtype: of the run, for the message.
         log: where what rewards print stands, for the message.
+        supervised: whether the loss is one that training lowers.
     """
 
     def __init__(
@@ -40,6 +152,7 @@ class Watch:
         checkpoints: object,
         compute_dtype: str = "bfloat16",
         log: object = "rewards.log",
+        supervised: bool = False,
     ):
         self._abort_after, self._checkpoints, self._log = (
             trainer.abort_after_skips,
@@ -50,6 +163,7 @@ class Watch:
         self._dtype = compute_dtype
         self._skipped = self._in_a_row = self._failed_in_a_row = 0
         self._warned_constant, self._apart, self._deaf = False, 0, 0
+        self._stability = Stability(supervised)
 
     @property
     def skipping(self) -> bool:
@@ -66,7 +180,7 @@ class Watch:
 
         Returns:
             `optim/skipped_steps`, the number of skipped updates since the run started or was
-            resumed.
+            resumed; and what `Stability` counts.
 
         Raises:
             UserError: trainer.abort_after_skips updates in a row were skipped, or every reward of
@@ -102,8 +216,9 @@ class Watch:
                 )
         elif not overflow:
             self._in_a_row = 0
+        found = self._stability.see(metrics) | {"optim/skipped_steps": float(self._skipped)}
         if scores is None:
-            return {"optim/skipped_steps": float(self._skipped)}
+            return found
         if scores.failed.any() and is_main_process():
             _log.warning("step %d: %s", step, scores.failure_text())
         self._failed_in_a_row = self._failed_in_a_row + 1 if scores.failed.all() else 0
@@ -147,7 +262,13 @@ class Watch:
                 *self._deaf_to(),
                 DEAF,
             )
-        return {"optim/skipped_steps": float(self._skipped)}
+        return found
+
+    def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Count what a run wrote of its steps before it was resumed: of supervised training every
+        tenth."""
+        for row in rows:
+            self._stability.see(row)
 
     def _deaf_to(self) -> tuple[str, str]:
         """The grid that an update does not leave, and what to do."""

@@ -10,7 +10,7 @@ import pytest
 from fp8rl_jax.config.training import TrainerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.scores import Scores
-from fp8rl_jax.training.watch import Watch
+from fp8rl_jax.training.watch import LEAST, SPIKE, Stability, Watch, middle
 
 
 def metrics(skipped: float = 0.0, constant: float = 0.0, **flags: float) -> dict[str, float]:
@@ -143,3 +143,68 @@ def test_the_search_for_a_loss_scale_is_said_and_not_counted(caplog):
         match=r"2 updates in a row.*float16 holds nothing above 65504.*bfloat16.*is whole",
     ):
         watch.see(14, overflow(16.0, 0.5) | {"optim/skipped": 1.0, "nonfinite/loss": 0.5}, GOOD)
+
+
+def seen(values, supervised: bool = True, name: str = "loss") -> list[dict[str, float]]:
+    """What is said of each step of a series."""
+    watch = Stability(supervised)
+    other = {"loss": 1.0} if name != "loss" else {}
+    return [watch.see({"optim/skipped": 0.0, **other, name: value}) for value in values]
+
+
+def noise(steps: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=steps)
+
+
+def test_planted_spikes_are_counted_and_noise_has_none():
+    """On a loss that falls, and on gradient norms that vary by factors."""
+    falling = 1 + 4 * np.exp(-np.arange(400) / 60) + 0.05 * noise(400)
+    for values, name in ((falling, "loss"), (np.exp(0.5 * noise(400)), "optim/grad_norm")):
+        count = f"stability/{name.split('/')[-1]}_spikes"
+        assert seen(values, name=name)[-1][count] == 0
+        spiked = values.copy()
+        spiked[[50, 51, 200, 390]] *= 100
+        found = [row[count] for row in seen(spiked, name=name)]
+        assert [found[i] for i in (49, 50, 51, 199, 200, 389, 390, 399)] == [0, 1, 2, 2, 3, 3, 4, 4]
+        assert seen(values[:31].tolist() + [1e6], name=name)[-1][count] == 0  # too few before
+
+
+def test_the_rate_of_false_alarms_is_what_is_said():
+    """Of normal noise, with the fewest values before: 7 in a million, exactly from the window."""
+    draws = np.random.default_rng(0).normal(size=(20_000, LEAST))
+    limits = [median + SPIKE * spread for median, spread in map(middle, draws)]
+    rate = np.mean([math.erfc(limit / math.sqrt(2)) / 2 for limit in limits])
+    assert 2e-6 < rate < 2e-5
+    counts = [seen(noise(1000, seed))[-1]["stability/loss_spikes"] for seed in range(5)]
+    assert counts == [0] * 5
+
+
+def test_what_has_no_spread_or_no_level_is_not_counted():
+    assert seen([2.0] * 50 + [9.0])[-1]["stability/loss_spikes"] == 0
+    found = seen([1.0] * 40 + [math.nan, None, 1.0], supervised=False)[-1]
+    assert found == {"stability/loss_spikes": 0.0}
+
+
+def test_divergence_is_a_loss_that_does_not_come_back():
+    falling = 1 + 4 * np.exp(-np.arange(200) / 30) + 0.05 * noise(200)
+    cases = {
+        "falls": (falling, 0),
+        "a spike": (np.where(np.arange(200) == 150, 9, falling), 0),
+        "stays up": (np.where(np.arange(200) > 150, 3 + 0.05 * noise(200), falling), 1),
+        "from the start": (np.minimum(5 + 0.5 * np.arange(200), 8) + 0.05 * noise(200), 1),
+        "learns nothing": (5 + 0.05 * noise(200), 0),
+        "not finite": (np.where(np.arange(200) > 150, np.nan, falling), 1),
+        "comes back": (np.where((np.arange(200) > 80) & (np.arange(200) < 130), 9, falling), 0),
+    }
+    for name, (values, diverged) in cases.items():
+        assert seen(values)[-1]["stability/diverged"] == diverged, name
+    assert max(row["stability/diverged"] for row in seen(cases["comes back"][0])) == 1
+
+
+def test_a_resumed_run_goes_on_counting():
+    values = np.where(np.isin(np.arange(90), (40, 80)), 99, noise(90)).tolist()
+    resumed = watch_of()
+    resumed.recall({"step": i, "loss": x} for i, x in enumerate(values[:60]))
+    for step, value in enumerate(values[60:], 60):
+        found = resumed.see(step, metrics() | {"loss": value}, GOOD)
+    assert found == {"optim/skipped_steps": 0.0, "stability/loss_spikes": 2.0}
