@@ -1548,6 +1548,24 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
+        "training/gradients.py",
+        "training/test_gradients.py",
+        (
+            "factor-kept",
+            "scales / mu[..., None, None]",
+            "scales * mu[..., None, None]",
+            "its_factor",
+        ),
+        ("never-halved", "share > SATURATED", "share > 1", "a_factor_is"),
+        ("grows-on", "jnp.minimum(mu * 2.0 **", "jnp.maximum(mu * 2.0 **", "a_factor_is"),
+    ),
+    *of(
+        "training/kept.py",
+        "training/test_gradients.py",
+        ("becomes-0", "if divides:", "if False:", "how_it_is"),
+        ("never-drawn", 'rounding == "stochastic"', "False", "how_it_is"),
+    ),
+    *of(
         "precision/linear.py",
         "precision/test_own_formats.py",
         ("odd-tokens", "_more_rows(dy, more)", "dy", "products_are"),

@@ -42,6 +42,12 @@ FREE_SUPERVISED = (
     *("evaluation", "optimizer", "rl", "task.reward", "trainer.steps"),
 )
 """The same of supervised training, which [sft] is what and nothing is sampled in."""
+_GONE = {
+    f"{table}optimizer.{moment}_moment": "float32"
+    for table in ("", "sft.")
+    for moment in ("first", "second")
+}
+"""Settings of an earlier version, and the value that is what is done without them."""
 
 
 def fingerprint(config: RunConfig, objects: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -57,6 +63,7 @@ def fingerprint(config: RunConfig, objects: Mapping[str, Any] | None = None) -> 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Name what differs between two fingerprints, one line each."""
+    before = {key: x for key, x in before.items() if key not in _GONE or x != _GONE[key]}
     lines = []
     for key in dict.fromkeys([*before, *now]):
         kind, _, name = key.partition(" ")

@@ -721,11 +721,11 @@ class PrecisionConfig:
     exact: Literal["auto", True, False] = "auto"
     """Log-probabilities of rollout and trainer that are equal bit for bit: mismatch and importance
     weights are then exactly 0 and 1. For recipes with one precision flow (bf16, jet-rl, fp8-e2e,
-    infir2, mxfp8, mxfp4, nvfp4, nvfp4-rl, int4-qat, fp4). auto: where that costs nothing, on one
-    CPU device, and kept when the run resumes; not of `fp8rl pretrain`, which samples nothing. true:
-    elsewhere, too; with backend = "hopper" on one GPU and one sequence a row, with "reference" on
-    all devices and meshes, several times slower. A run in which a bit differs all the same stops
-    under true; under auto it says so and goes on."""
+    infir2, mxfp8, mxfp4, nvfp4, nvfp4-rl, int4-qat, fp4, fp8-lm-*). auto: where that costs nothing,
+    on one CPU device, and kept when the run resumes; not of `fp8rl pretrain`, which samples
+    nothing. true: elsewhere, too; with backend = "hopper" on one GPU and one sequence a row, with
+    "reference" on all devices and meshes, several times slower. A run in which a bit differs all
+    the same stops under true; under auto it says so and goes on."""
     backend: Literal["auto", "reference", "cpu", "hopper"] = "auto"
     """Kernels: plain XLA, C kernels for one CPU device (they need a C compiler), Hopper's Pallas
     kernels; auto: Hopper's where there is such a GPU, C kernels where they run, else plain XLA."""

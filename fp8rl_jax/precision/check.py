@@ -380,10 +380,11 @@ def _check_blocks(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
     reference takes the others."""
     for side in ("rollout", "trainer"):
         fmt: TensorFormat = getattr(recipe, side).weight
-        if fmt.block is not None and fmt.block != (128, 128):
+        if fmt.quantized and fmt.block != (128, 128):
+            block = block_text(fmt.block or (WHOLE, WHOLE))
             refuse(
                 f"{side}.weight.block",
-                f"is {block_text(fmt.block)}, and the hopper backend has 128x128; use auto",
+                f"is {block}, and the hopper backend has 128x128; use auto",
             )
 
 

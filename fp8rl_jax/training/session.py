@@ -50,7 +50,7 @@ from fp8rl_jax.config.unused import unused_settings
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.dither import dithered
-from fp8rl_jax.models.lora import has_adapters, merge, split
+from fp8rl_jax.models.lora import has_adapters, join, merge, split
 from fp8rl_jax.models.policy import Policy, cast
 from fp8rl_jax.parallel import (
     PROGRESS,
@@ -98,6 +98,7 @@ from fp8rl_jax.training.state import (
     TrainState,
     float32_masters,
     init_state,
+    kept_masters,
     make_optimizer,
     sharded_state,
 )
@@ -260,8 +261,11 @@ class Session:
             if config.dithers:
                 dtype = jnp.dtype(config.compute_dtype)
                 adapted = dithered(adapted, self.recipe, config.seed, dtype)
-            self._policy: Policy | None = adapted
-        self._shapes = jax.eval_shape(lambda: adapted)
+            self._shapes = jax.eval_shape(lambda: adapted)
+            trained, frozen = split(adapted)
+            # what is served first is what the first update starts from
+            kept = kept_masters(trained, self.recipe)
+            self._policy: Policy | None = join(kept, frozen)
         self._state: TrainState | None = None
         self._learner: Learner | None = None
         self._rollouts = 0
@@ -592,7 +596,7 @@ class Session:
             optimizer: by default the configuration's.
             updates: of the whole schedule, by default trainer.steps * trainer.updates_per_rollout.
         """
-        self._policy, self._state, self._learner = self.weights, None, None
+        self._policy, self._state, self._learner = self._kept, None, None
         self.step = self._rollouts = 0
         if self._carry_over:
             self._carry_over.progress = None
@@ -924,8 +928,13 @@ class Session:
     def weights(self) -> Policy:
         """Float32 masters, adapters beside their base: the session's own buffers, which the next
         update gives away; a copy where the recipe keeps them in another format."""
+        return float32_masters(self._kept)
+
+    @property
+    def _kept(self) -> Policy:
+        """The same as it is kept."""
         if self._state is not None:
-            return float32_masters(self._state.policy)
+            return self._state.policy
         if self._policy is None:
             raise UserError(self._gone)
         return self._policy
@@ -935,7 +944,7 @@ class Session:
     ) -> tuple[Learner, TrainState]:
         """The learner and the optimizer's state, which a session that only samples does without."""
         if self._learner is None:
-            policy = self.weights
+            policy = self._kept
             clipping, bounds = self.config.rl.clip_calibration, None
             if clipping.enabled:
                 bounds = clipping.start(self.config.rl.clip_low, self.config.rl.clip_high)

@@ -147,13 +147,18 @@ def make_optimizer(
 
 def kept_masters(trained: Trained, recipe: Recipe) -> Trained:
     """Bring float32 masters into the form that they are kept in; those that are in it stay."""
-    tensors, treedef = jax.tree.flatten(trained, is_leaf=is_kept)
-    if recipe.master == FLOAT32 or not all(map(is_float32, tensors)):
+    if recipe.master == FLOAT32 or not all(map(is_float32, leaves(trained))):
         return trained
-    kept = (
+    return _packed(trained, recipe)
+
+
+@partial(jax.jit, static_argnums=1)
+def _packed(trained: Trained, recipe: Recipe) -> Trained:
+    tensors, treedef = jax.tree.flatten(trained)
+    kept = [
         store(x, format_for(recipe.master, matrix), jax.random.key(0))
         for x, matrix in zip(tensors, matrices(trained), strict=True)
-    )
+    ]
     return jax.tree.unflatten(treedef, kept)
 
 

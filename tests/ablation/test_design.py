@@ -202,6 +202,9 @@ def test_a_fingerprint_names_what_changed_and_nothing_else(study, tmp_path):
     assert changes(before, read_design(study(question="Another wording")).fingerprint()) == []
     margin = read_design(study(metric={"margin": 0.2})).fingerprint()
     assert changes(before, margin) == ["metric.margin was 0.1 and is 0.2"]
+    # a setting of an earlier version, which did what is done without it
+    assert changes(before | {"optimizer.first_moment": "float32"}, before) == []
+    assert changes(before | {"optimizer.first_moment": "bfloat16"}, before)
     (tmp_path / "run.toml").write_text(
         (tmp_path / "run.toml").read_text().replace("steps = 2", "steps = 3")
     )

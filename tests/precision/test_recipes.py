@@ -396,6 +396,17 @@ def test_the_built_in_rows_are_these():
     changed = {"output_gradient": mx, "saved_activation": mx, "name": "mxfp4"}
     assert RECIPES["mxfp4"] == replace(RECIPES["nvfp4"], rollout=square, trainer=square, **changed)
     integers = ForwardFormats(parse_format("int4-1x128"))
+    one, each = "e4m3-power_of_two", "e4m3-1xall-power_of_two"
+    level = Recipe("fp8-lm-o1", weight_gradient=parse_format(one))
+    assert RECIPES["fp8-lm-o1"] == level
+    half = parse_format("float16-power_of_two")
+    level = replace(level, master=half, first_moment=parse_format(one), second_moment=half)
+    level = replace(level, second_moment_rounding="nearest")
+    assert RECIPES["fp8-lm-o2"] == level
+    both = ForwardFormats(parse_format(one), parse_format(each))
+    gradient = parse_format("e5m2-1xall-power_of_two")
+    operands = {"output_gradient": gradient, "saved_activation": parse_format(each)}
+    assert RECIPES["fp8-lm-o3"] == replace(level, rollout=both, trainer=both, **operands)
     assert RECIPES["int4-qat"] == Recipe("int4-qat", integers, integers)
     clamped = parse_format("fp4_clamped")
     four = ForwardFormats(parse_format("fp4"), clamped)

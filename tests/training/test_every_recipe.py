@@ -35,7 +35,7 @@ RUN = {"rollout": {"prompts_per_step": 2}, "trainer": {"steps": 2}, "checkpoint"
 # weights of this scale.
 ROUNDING, QUANTIZED = 1e-11, 1e-4
 # of formats that another recipe trains with
-SAME_FORMATS = {"mxfp8-rollout", "nvfp4-rollout", "nvfp4-rl", "w4a16"}
+SAME_FORMATS = {"mxfp8-rollout", "nvfp4-rollout", "nvfp4-rl", "w4a16", "fp8-lm-o1", "fp8-lm-o2"}
 RUNS = [("moe", recipe, False) for recipe in RECIPES if recipe not in SAME_FORMATS]
 RUNS += [("moe", "jet-rl", True)]
 RUNS += [("dense", "fp8-rl", False)]

@@ -99,9 +99,8 @@ def decided(recipe: str, exact="auto", ours: bool = True, **task: Any):
 
 
 def test_recipes_with_one_precision_flow_are_exact_by_default(monkeypatch):
-    one_flow = {"bf16", "jet-rl", "fp8-e2e", "infir2", "int4-qat"}
-    one_flow |= {"mxfp8", "mxfp4", "nvfp4", "nvfp4-rl", "fp4"}
-    one_flow |= {"fp8-lm-o1", "fp8-lm-o2"}
+    one_flow = {"bf16", "jet-rl", "fp8-e2e", "infir2", "int4-qat", "mxfp8", "mxfp4", "nvfp4"}
+    one_flow |= {"nvfp4-rl", "fp4", "fp8-lm-o1", "fp8-lm-o2", "fp8-lm-o3"}
     assert {name for name in RECIPES if decided(name)} == one_flow
     assert decided("jet-rl", False) is False and decided("jet-rl", True) is True
     assert decided("jet-rl", ours=False) is False
