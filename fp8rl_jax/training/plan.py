@@ -201,9 +201,11 @@ def _rollout(
     names = dict.fromkeys(fmt.name for fmt in heads if fmt.quantized and not fmt.calibrated)
     simulated = f"; {' and '.join(names)} simulated" if names else ""
     found = {f"{what} ({kept.name}{simulated})": bits // 8}
-    if shape.latent is not None:
-        made = held * shape.num_heads * (shape.head_dim + 2 * shape.attention_dim) // tensor
-        found["keys and values of one layer, made of latents"] = made * dtype.itemsize
+    if (latent := shape.latent) is not None:
+        # what kv_b_proj gives, and keys and values as attention multiplies them
+        widths = shape.head_dim - latent.rotary_dim + latent.value_dim + 2 * shape.attention_dim
+        made = held * shape.num_heads * widths // tensor
+        found["keys and values of one layer, made of latents (float32)"] = 4 * made
     split = mesh.shape["fsdp"] * mesh.shape["expert"]
     if r.engine == "paged" and split > 1:
         whole = _device_bytes(served, mesh, WHOLE)
