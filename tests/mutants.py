@@ -958,6 +958,30 @@ LIST: list[Mutant] = [
         ("end-cut", "[*target[:-2], target[-1]]", "target[:-1]", "end_with"),
     ),
     *of(
+        "training/text.py",
+        "training/test_text.py",
+        (
+            "row-begins-late",
+            "[:, None] * self.width +",
+            "[:, None] * (self.width + 1) +",
+            "rows_hold",
+        ),
+        ("documents-joined", "number - number[:, :1] + 1", "number > 0", "own_document"),
+        ("same-order-every-epoch", "batch_indices(step,", "batch_indices(step % 3,", "each_epoch"),
+        ("first-of-a-document-learned", "(own == following) & (own > 0)", "own > 0", "rows_hold"),
+    ),
+    *of(
+        "tasks/text.py",
+        "tasks/test_text.py",
+        (
+            "held-out-trained",
+            "documents[:count], documents[count:]",
+            "documents[:count], documents",
+            "no_part",
+        ),
+        ("end-trained", "Document(front, first.source)", "first", "one_long"),
+    ),
+    *of(
         "training/prompts.py",
         WIRING,
         ("no-end", "return [*tokens, self.end]", "return tokens", "through_the_tokenizer"),

@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fp8rl_jax.ablation.design import SET_BY_RUNNER, Arm, Design
+from fp8rl_jax.ablation.design import SET_BY_RUNNER, Design
 from fp8rl_jax.ablation.preflight import last_line
 from fp8rl_jax.ablation.record import shared_settings
 from fp8rl_jax.config.files import dump_toml
@@ -90,7 +90,8 @@ def fingerprint(*designs: Design) -> list[dict[str, Any]]:
     """
     runs = []
     for number, design in enumerate(designs):
-        runs += [(number, arm.name, _kind(arm), arm.config) for arm in design.arms]
+        kinds = {"train": "arm", "pretrain": "text", "sft": "start"}
+        runs += [(number, x.name, kinds[design.command(x)], x.config) for x in design.arms]
         runs += [(number, "start", "start", design.base)] * (design.file.start != "none")
     asked = [(kind, dump_toml(replace(config, output="unused"))) for *_, kind, config in runs]
     done = subprocess.run(
@@ -108,10 +109,6 @@ def fingerprint(*designs: Design) -> list[dict[str, Any]]:
     for (number, name, *_), each in zip(runs, numbers, strict=True):
         found[number]["golden"][name] = each
     return found
-
-
-def _kind(arm: Arm) -> str:
-    return "text" if arm.config.task.kind == "text" else "arm"
 
 
 def sources() -> str:

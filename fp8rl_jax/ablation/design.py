@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 from fp8rl_jax.config.files import laid_over, read_values
 from fp8rl_jax.config.fingerprint import data_files, digest, flat, plain
-from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.run import ModelConfig, RunConfig
 from fp8rl_jax.config.schema import (
     above,
     at_least,
@@ -137,6 +137,10 @@ class AblationConfig:
     looks: int = 1
     """How often a verdict may be reached: after equal parts of the seeds, with alpha spent over
     the looks (O'Brien-Fleming). Runs that are no longer needed are not started."""
+    command: Literal["auto", "sft"] = "auto"
+    """What a run is. auto: `fp8rl train`, or on text `fp8rl pretrain`. sft: supervised training on
+    the task's answers, which may begin with the runs of another study: in `model.path` {arm} and
+    {seed} are the run's own."""
     start: Literal["none", "shared", "per_seed"] = "none"
     """Warm start that makes the model of all arms: `fp8rl sft` of the base with its [sft] table,
     once for all seeds or once a seed."""
@@ -226,6 +230,27 @@ class Design:
         """Name a run and its directory."""
         return f"{arm.name}-{seed}"
 
+    def command(self, arm: Arm) -> Literal["train", "pretrain", "sft"]:
+        """Name what makes a run of an arm."""
+        if self.file.command == "sft":
+            return "sft"
+        return "pretrain" if arm.config.task.kind == "text" else "train"
+
+    def steps(self, arm: Arm) -> int:
+        """Count the steps of a run."""
+        config = arm.config
+        return config.trainer.steps if self.command(arm) == "train" else config.sft.steps
+
+    def evaluates(self, arm: Arm) -> bool:
+        """Whether a run is evaluated behind its last step."""
+        return self.command(arm) == "sft" or arm.config.evaluation.every > 0
+
+    def model(self, arm: Arm, seed: int) -> ModelConfig:
+        """Say where a run's policy comes from, where no warm start makes it."""
+        model = arm.config.model
+        path = model.path.replace("{arm}", arm.name).replace("{seed}", str(seed))
+        return replace(model, path=path)
+
     def start_name(self, seed: int) -> str:
         """Name the warm start of a seed; empty where the model is given."""
         return {"none": "", "shared": "start", "per_seed": f"start-{seed}"}[self.file.start]
@@ -238,6 +263,7 @@ class Design:
             output=_literal(self.directory / self.run_name(arm, seed)),
             dry_run=False,
             resume=False,
+            model=self.model(arm, seed),
         )
         if start := self.start_name(seed):
             path = str(self.directory / start / "model")
@@ -263,6 +289,8 @@ class Design:
         """
         names = ("baseline", "alpha", "looks", "start", "judge")
         plan = {name: getattr(self.file, name) for name in names}
+        if self.file.command != "auto":  # which studies of earlier versions do not name
+            plan["command"] = self.file.command
         plan |= {"seeds": list(self.seeds), "arms": [arm.name for arm in self.arms]}
         plan |= {f"metric.{key}": value for key, value in vars(self.file.metric).items()}
         plan |= {f"collapse.{key}": value for key, value in vars(self.file.collapse).items()}
@@ -469,7 +497,7 @@ def _baseline_faults(baseline: str, given: list[tuple[str, Mapping[str, Any]]]) 
 def _arm_faults(arm: Arm, file: AblationConfig) -> list[str]:
     """What keeps the runs of an arm from working, as far as its configuration says."""
     where, config, name = f"arms.{quoted(arm.name)}", arm.config, file.metric.name
-    faults = []
+    on_text, faults = config.task.kind == "text", []
     try:
         validate(config)
         config.samples_truncated()
@@ -478,16 +506,22 @@ def _arm_faults(arm: Arm, file: AblationConfig) -> list[str]:
     for key, metric in (("metric.name", name), ("collapse.metric", file.collapse.metric)):
         if not metric.startswith(("eval/", "judged/")):
             continue
-        if metric.startswith("eval/") and not config.evaluation.every:
+        measured = file.command == "sft" or config.evaluation.every
+        if metric.startswith("eval/") and not measured:
             faults.append(f"evaluation.every = 0, and {key} = {metric!r} is measured there")
-        on_text = config.task.kind == "text"
-        if (metric.partition("/")[2] in _OF_TEXT) != on_text:
-            of, other = ("text", "eval/loss") if on_text else ("problems", "eval/accuracy")
-            faults.append(f"{key} = {metric!r} is not measured on {of}; {other} is")
+        has_loss = metric.partition("/")[2] in _OF_TEXT
+        if has_loss and not on_text and (file.command != "sft" or metric.startswith("judged/")):
+            faults.append(f"{key} = {metric!r} is not measured on problems; eval/accuracy is")
+        if on_text and not has_loss:
+            faults.append(f"{key} = {metric!r} is not measured on text; eval/loss is")
         if metric.endswith("/pass_at_k") and config.evaluation.samples == 1:
             faults.append(f"{key} = {metric!r} needs evaluation.samples above 1")
-    if file.start != "none" and config.task.kind == "text":
-        faults.append(f'start = "{file.start}": runs on text have no warm start; set it to "none"')
+    if file.start != "none" and (on_text or file.command == "sft"):
+        faults.append(
+            f'start = "{file.start}": supervised runs have no warm start; set it to "none"'
+        )
+    if file.command == "sft" and on_text:
+        faults.append('command = "sft": the task has text, and no answers; leave it "auto"')
     if file.start != "none" and "model.path" in arm.settings:
         faults.append(f'model.path: start = "{file.start}" makes the model; take one of them out')
     return [f"{where}: {fault}" for fault in faults]

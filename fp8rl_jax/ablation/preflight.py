@@ -20,7 +20,7 @@ from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 
 if TYPE_CHECKING:
-    from fp8rl_jax.ablation.design import Design
+    from fp8rl_jax.ablation.design import Arm, Design
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,7 @@ def preflight(design: Design) -> dict[str, Preflight]:
         UserError: a line for each fault, naming its arm; or the process could not start.
     """
     texts = {
-        arm.name: dump_toml(
-            replace(arm.config, output="unused", model=model_of_shape(design, arm.config))
-        )
+        arm.name: dump_toml(replace(arm.config, output="unused", model=model_of_shape(design, arm)))
         for arm in design.arms
     }
     asked = subprocess.run(
@@ -74,10 +72,11 @@ def last_line(text: str) -> str:
     return (errors or lines or ["it said nothing"])[-1].removeprefix("fp8rl: error: ")
 
 
-def model_of_shape(design: Design, config: RunConfig) -> Any:
+def model_of_shape(design: Design, arm: Arm) -> Any:
     """Give the model as far as its shape goes: that of a warm start has not been trained yet."""
-    scratch = design.file.start != "none" and config.sft.from_scratch
-    return replace(config.model, path="") if scratch else config.model
+    scratch = design.file.start != "none" and arm.config.sft.from_scratch
+    model = design.model(arm, design.seeds[0])
+    return replace(model, path="") if scratch else model
 
 
 def _check(config: RunConfig, judge: str) -> Preflight:

@@ -133,9 +133,9 @@ def run_state(design: Design, arm: Arm, seed: int) -> RunState:
 
 def _state(design: Design, arm: Arm, name: str, rows: list[dict[str, Any]]) -> RunState:
     last = rows[-1] if rows else {}
-    step, steps = last.get("step", -1) + 1, arm.config.steps
+    step, steps = last.get("step", -1) + 1, design.steps(arm)
     # an evaluation after the last step has a row of its own
-    is_whole = step > steps if arm.config.evaluation.every else step == steps
+    is_whole = step > steps if design.evaluates(arm) else step == steps
     judged = read_judged(design.directory / name) if design.file.judge else {}
     if is_whole and has_model(design, name) and (judged or not design.file.judge):
         return _outcome(design, design.directory / name, rows, judged)

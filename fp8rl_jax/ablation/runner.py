@@ -137,6 +137,12 @@ class Job:
     arm: Arm | None = None
     seed: int = 0
 
+    @property
+    def steps(self) -> int:
+        """Steps of the whole job."""
+        train = self.command == "train"
+        return self.config.trainer.steps if train else self.config.sft.steps
+
 
 @dataclass
 class Working:
@@ -152,18 +158,12 @@ class Working:
     row: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def steps(self) -> int:
-        """Steps of the whole job."""
-        config = self.job.config
-        return config.steps if self.job.arm else config.sft.steps
-
-    @property
     def left(self) -> float:
         """Seconds that its steps still take, by the pace since the first row; 0: not known."""
         if self.first is None or self.row["step"] <= self.first[0]:
             return 0.0
         pace = (time.monotonic() - self.first[1]) / (self.row["step"] - self.first[0])
-        return max(self.steps - self.row["step"], 0) * pace
+        return max(self.job.steps - self.row["step"], 0) * pace
 
     @property
     def expected(self) -> float:
@@ -369,7 +369,7 @@ class Runner:
                 config = replace(
                     arm.config,
                     output=folder + "/run",
-                    model=model_of_shape(design, arm.config),
+                    model=model_of_shape(design, arm),
                     trainer=replace(arm.config.trainer, steps=steps),
                     sft=replace(arm.config.sft, steps=steps),
                     evaluation=replace(arm.config.evaluation, every=1),
@@ -377,7 +377,7 @@ class Runner:
                 )
                 path = Path(folder, "run.toml")
                 path.write_text(dump_toml(config))
-                words = [*_PROCESS, _command(arm), str(path)]
+                words = [*_PROCESS, design.command(arm), str(path)]
                 if packed:
                     objects = Path(folder, "objects.pickle")
                     objects.write_bytes(packed)
@@ -393,7 +393,8 @@ class Runner:
                 if done.returncode:
                     raise UserError(f"arms.{arm.name}: {last_line(done.stderr + done.stdout)}")
                 whole = time.monotonic() - began
-                seconds[arm.name] = whole + _later(arm.config, read_rows(config.directory))
+                rows = read_rows(config.directory)
+                seconds[arm.name] = whole + _later(design.steps(arm), arm.config, rows)
         return seconds
 
     def slurm(self) -> str:
@@ -405,7 +406,7 @@ class Runner:
         self.prepare()
         design = self.design
         jobs = self._jobs(design.seeds, everything=True)
-        starts = [job.name for job in jobs if job.command == "sft"]
+        starts = [job.name for job in jobs if not job.arm]
         runs = [job.name for job in jobs if job.arm]
         scripts = {"start": starts, "runs": runs} if starts else {"runs": runs}
         for name, elements in scripts.items():
@@ -501,7 +502,7 @@ class Runner:
                     design.run_config(arm, seed), self.resolved.get(arm.name, {})
                 )
                 name = design.run_name(arm, seed)
-                jobs[name] = Job(name, _command(arm), config, start, arm, seed)
+                jobs[name] = Job(name, design.command(arm), config, start, arm, seed)
         return list(jobs.values())
 
     def _config_path(self, job: Job) -> Path:
@@ -692,7 +693,7 @@ class _Screen:
             grid.add_row(
                 job.arm.name if job.arm else job.name,
                 str(job.seed) if job.arm else "",
-                f"{min(each.row.get('step', -1) + 1, each.steps)}/{each.steps}",
+                f"{min(each.row.get('step', -1) + 1, job.steps)}/{job.steps}",
                 _number(each.row.get("reward/mean"), ".3f"),
                 _number(each.row.get("mismatch/k3"), ".1e"),
                 _time_text(each.left),
@@ -700,11 +701,6 @@ class _Screen:
         about = f"; about {_time_text(left)} left for all" if left else ""
         grid.caption = f"{done} of {self.total} done{about}"
         self.live.update(grid, refresh=True)
-
-
-def _command(arm: Arm) -> str:
-    """What makes a run of an arm."""
-    return "pretrain" if arm.config.task.kind == "text" else "train"
 
 
 def _update(each: Working, rows: list[dict[str, Any]]) -> None:
@@ -715,13 +711,13 @@ def _update(each: Working, rows: list[dict[str, Any]]) -> None:
         each.first = each.first or (each.row["step"], now)
 
 
-def _later(config: RunConfig, rows: list[dict[str, Any]]) -> float:
+def _later(steps: int, config: RunConfig, rows: list[dict[str, Any]]) -> float:
     """Seconds that a whole run takes beyond its first steps, which were timed with an evaluation
     each."""
     first = [row for row in rows[1:] if "time/step" in row and row.get("time/train")]
     evaluating = statistics.median(row.get("time/eval", 0.0) for row in first)
     stepping = statistics.median(row["time/step"] - row.get("time/eval", 0.0) for row in first)
-    steps, every = config.steps, config.evaluation.every
+    every = config.evaluation.every
     evaluations = -(-steps // every) + 1 if every else 0
     return max(steps - len(first) - 1, 0) * stepping + (evaluations - len(first) - 2) * evaluating
 

@@ -276,11 +276,6 @@ class RunConfig:
         return get_recipe(self.recipe, self.precision, self.recipes)
 
     @property
-    def steps(self) -> int:
-        """Steps of the run: of one on text those of [sft]."""
-        return self.sft.steps if self.task.kind == "text" else self.trainer.steps
-
-    @property
     def dithers(self) -> bool:
         """Whether masters are drawn at the start, as `model.dither` says."""
         if self.model.dither == "auto":

@@ -622,16 +622,16 @@ class Session:
         prompts: Sequence[Prompt],
         completions: Sequence[str | Sequence[int]],
         batch_size: int = 16,
+        temperature: float | None = None,
     ) -> list[Float[np.ndarray, " length"]]:
-        """Compute the trainer's log-probabilities of given completions.
-
-        At the sampling temperature, in the trainer's formats.
+        """Compute the trainer's log-probabilities of given completions, in the trainer's formats.
 
         Args:
             prompts: P prompts.
             completions: P * n, those of a prompt side by side. Token ids are scored as they are;
                 text is tokenized, and may get other tokens than those that were sampled.
             batch_size: prompts computed at one time.
+            temperature: by default that of sampling.
 
         Returns:
             For each completion the log-probability of each of its tokens, float32.
@@ -650,6 +650,8 @@ class Session:
         n, found = len(completions) // len(prompts), []
         width = bucket(max(map(len, completions)), 2)
         config = step_config(self.config, self.recipe)
+        if temperature is not None:
+            config = replace(config, temperature=temperature)
         for start in range(0, len(prompts), batch_size):
             some = completions[start * n : (start + batch_size) * n]
             encoded, _ = self.encode(prompts[start : start + batch_size])

@@ -28,6 +28,7 @@ from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.record import owned
 from fp8rl_jax.training.setup import Setup, announce, reward_pool
 from fp8rl_jax.training.text import Text
+from fp8rl_jax.training.tracking import JsonLines
 
 _log = logging.getLogger("fp8rl")
 _LOGGED = 10
@@ -88,7 +89,8 @@ class SupervisedLoop(Loop):
         self.session.restart(self.config.sft.optimizer, self.steps)
 
     def open_samples(self) -> None:
-        """Nothing is sampled."""
+        """Open the file of what is right on each held-out problem."""
+        self.evaluations = JsonLines(self.setup.directory / "evaluations.jsonl", self.start)
 
     def begin(self) -> None:
         """Nothing is served."""
@@ -125,11 +127,14 @@ class SupervisedLoop(Loop):
         return len(self.setup.held_out) > 0
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        """Held-out accuracy behind the last step."""
+        """Held-out accuracy behind the last step, and loss of the answers."""
         if step < self.steps:
             return {}
         assert self.pool is not None
-        metrics = evaluate_held_out(self.setup, self.pool).metrics
+        found = evaluate_held_out(self.setup, self.pool)
+        if self.evaluations is not None:
+            self.evaluations.write([{"step": step, **found.row}])
+        metrics = found.metrics | answers_loss(self.setup)
         self.told = f"Warm start: held-out accuracy {metrics['eval/accuracy']:.2f}"
         return metrics
 
@@ -139,11 +144,32 @@ class SupervisedLoop(Loop):
         self.session.save(directory / "model", "float32", adapters=directory / "adapter")
 
 
+def answers_loss(setup: Setup) -> dict[str, float]:
+    """Measure a policy on the answers of the first evaluation.examples held-out problems.
+
+    Returns:
+        eval/loss, in nats a token of an answer, in the trainer's formats, and eval/perplexity;
+        nothing where problems have no answers.
+    """
+    assert isinstance(setup.held_out, Dataset)
+    config, session = setup.config.evaluation, setup.session
+    examples = [x for x in setup.held_out.examples[: config.examples] if x.target]
+    if not examples:
+        return {}
+    targets = [session.encoder.target(example) for example in examples]
+    found = session.logprobs(examples, targets, config.batch_size, temperature=1.0)
+    loss = -float(np.concatenate(found).mean(dtype=np.float64))
+    return {"eval/loss": loss, "eval/perplexity": perplexity(loss)}
+
+
 class TextLoop(SupervisedLoop):
     """A run on text."""
 
     columns = TEXT_COLUMNS
     told = "Pretraining: nothing held out"
+
+    def open_samples(self) -> None:
+        """There are no problems."""
 
     def collect(self, step: int) -> Any:
         """Give the rows of a step."""

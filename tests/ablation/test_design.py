@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8rl_jax.ablation.design import AblationConfig, read_design
+from fp8rl_jax.ablation.preflight import model_of_shape
 from fp8rl_jax.config.fingerprint import changes
 from fp8rl_jax.config.schema import leaves
 from fp8rl_jax.errors import UserError
@@ -122,7 +123,11 @@ def test_a_start_makes_the_model_of_all_arms(study):
         ),
         (
             {"settings": {"task.kind": "text"}, "start": "shared"},
-            'start = "shared": runs on text have no warm start',
+            'start = "shared": supervised runs have no warm start',
+        ),
+        (
+            {"settings": {"task.kind": "text"}, "command": "sft"},
+            'command = "sft": the task has text, and no answers',
         ),
         ({"collapse": {"metric": "reward/mean"}}, "collapse.metric: give collapse.below or"),
         ({"allow": ["tusk"]}, "allow: 'tusk' is nothing that arms share"),
@@ -181,6 +186,27 @@ def test_of_a_file_that_cannot_be_read_nothing_else_is_said(tmp_path):
     path.write_text("[arms.a\n")
     (fault,) = faults(str(path))
     assert "line 1" in fault
+
+
+def test_a_study_of_supervised_runs_may_begin_with_another_ones(study):
+    path = "runs/before/{arm}-{seed}"
+    settings = {"model": {"path": path}, "sft.steps": 7, "evaluation.every": 0}
+    design = read_design(study(command="sft", settings=settings, seeds=[4, 5]))
+    arm = design.arms[1]
+    assert design.run_config(arm, 5).model.path == "runs/before/fp8-5"
+    assert model_of_shape(design, arm).path == "runs/before/fp8-4"
+    assert (design.command(arm), design.steps(arm), design.evaluates(arm)) == ("sft", 7, True)
+    assert design.fingerprint()["command"] == "sft"
+    text = read_design(
+        study(
+            settings={"task.kind": "text", "task.args": {}, "sft.steps": 7},
+            metric={"name": "eval/loss", "margin": 0.1},
+        )
+    )
+    assert (text.command(text.arms[0]), text.steps(text.arms[0])) == ("pretrain", 7)
+    plain = read_design(study())
+    assert (plain.command(plain.arms[0]), plain.steps(plain.arms[0])) == ("train", 2)
+    assert "command" not in plain.fingerprint()  # so that older studies go on
 
 
 def test_arms_may_differ_in_data_where_that_is_the_question(study):

@@ -1089,7 +1089,7 @@ def test_supervised_steps_walk_through_the_training_set(setup_of, monkeypatch):
 
     def answer(setup, pool):
         told["norm"] = setup.session.weights.norm.value
-        return SimpleNamespace(metrics={"eval/accuracy": 0.5})
+        return SimpleNamespace(metrics={"eval/accuracy": 0.5}, row={"correct": [1, 0]})
 
     monkeypatch.setattr(sessions, "supervised_update", note)
     monkeypatch.setattr(sft, "reward_pool", lambda setup: nullcontext(Pool(setup.config.task)))
@@ -1126,6 +1126,13 @@ def test_supervised_steps_walk_through_the_training_set(setup_of, monkeypatch):
         json.loads(line) for line in (setup.directory / "metrics.jsonl").read_text().splitlines()
     ]
     assert [(row["step"], row.get("loss")) for row in rows] == [(0, 1.0), (2, 3.0), (3, None)]
+    examples = setup.held_out.examples[: setup.config.evaluation.examples]
+    targets = [setup.session.encoder.target(example) for example in examples]
+    found = setup.session.logprobs(examples, targets, temperature=1.0)
+    expected = -np.concatenate(found).mean()  # not at the temperature of samples
+    assert rows[-1]["eval/loss"] == pytest.approx(expected, rel=1e-5)
+    (right,) = (setup.directory / "evaluations.jsonl").read_text().splitlines()
+    assert json.loads(right) == {"step": 3, "correct": [1, 0]}
 
 
 # between text and tokens
