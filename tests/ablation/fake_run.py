@@ -2,7 +2,7 @@
 
 FAKE_RUN in the environment is {run directory's name: what it does}: "fail", "nan", "die" (by a
 signal, once, after its first checkpoint), "hang", "low" (accuracy), "no metric", "no problems",
-"other problems".
+"other problems". Of a warm start ("start" in its name) nothing but the model is left.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ with (directory / "starts.txt").open("a") as file:
 if does == "fail":
     print("fp8rl: error: rollout.top_k: the device has no such thing\n", file=sys.stderr)
     sys.exit(2)
-if command == "train":
+if not directory.name.startswith("start"):
     if (directory / "metrics.jsonl").exists() != ("--resume" in flags):
         print("fp8rl: error: holds a run already, or none", file=sys.stderr)
         sys.exit(2)
-    steps = config["trainer"]["steps"]
+    steps = config["trainer" if command == "train" else "sft"]["steps"]
     path = Path(config["model"].get("path", ""))
     if path.name == "model" and not (path / "config.json").exists():
         sys.exit("fp8rl: error: no model to start from")
@@ -47,6 +47,8 @@ if command == "train":
         accuracy = 0.8 + 0.01 * config["seed"] + 0.002 * (config["recipe"] == "bf16")
         accuracy = {"nan": None, "low": 0.1}.get(does, accuracy)
         last = {"step": steps, "eval/accuracy": accuracy, "eval/problems": PROBLEMS}
+        if command == "pretrain":
+            last = {"step": steps, "eval/loss": 2.0 - (accuracy or 0.0), "eval/tokens": 1000}
         if does == "no metric":
             del last["eval/accuracy"]
         print(json.dumps(last), file=file)

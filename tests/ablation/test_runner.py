@@ -206,7 +206,7 @@ def test_the_record_pairs_outcomes_by_seed(study, fake):
     assert record["seeds"] == [3, 7] and record["version"] == 2
     outcomes = {arm["name"]: [run["outcome"] for run in arm["runs"]] for arm in record["arms"]}
     assert outcomes == {"bf16": pytest.approx([0.832, 0.872]), "fp8": pytest.approx([0.83, 0.87])}
-    assert done.comparisons["fp8"].difference.mean == pytest.approx(-0.002)
+    assert done.comparisons["fp8"].difference.mean == pytest.approx(0.002)
     assert record["resolved"] == AUTO and "decode_layers" not in str(record["arms"])
     assert done.page.exists() and record["comparisons"][0]["sentence"] in done.table()
     config = Path("out/configs/fp8-7.toml").read_text()
@@ -372,6 +372,30 @@ def test_a_warm_start_is_made_once_and_first(study, fake):
     assert starts("start") == ["sft"]
     ablate(study(start="per_seed"), output="other")
     assert Path("other/start-1/model/config.json").exists()
+
+
+def test_supervised_runs_are_compared_by_their_held_out_loss(study, fake):
+    """Lower is better; one that was killed goes on, and none runs twice."""
+    fake(bf16_0="die")
+    path = study(
+        settings={"task": {"kind": "text", "args": {}}, "sft.steps": 3},
+        metric={"name": "eval/loss", "better": "lower", "margin": 0.1},
+    )
+    record, _ = ablate(path)
+    assert states(record)["bf16-0"] == "failed"
+    record, _ = ablate(path)
+    assert set(states(record).values()) == {"finished"}
+    assert starts("bf16-0") == ["pretrain", "pretrain --resume"] and starts("fp8-0") == ["pretrain"]
+    (comparison,) = record["comparisons"]
+    assert comparison["difference"]["mean"] == pytest.approx(0.002)
+    assert [run["outcome"] for run in record["arms"][0]["runs"]] == pytest.approx([1.198, 1.188])
+    assert record["arms"][0]["runs"][0]["series"]["eval/loss"]["steps"] == [3]
+    assert "share text, its order and initial weights" in record["methods"]
+    fake()
+    answers = study(command="sft", settings={"sft.steps": 3})
+    record, _ = ablate(answers, output="answers")
+    assert set(states(record).values()) == {"finished"}
+    assert Path("answers/bf16-0/starts.txt").read_text() == "sft\n"
 
 
 def test_runs_whose_warm_start_failed_are_not_started(study, fake):
