@@ -1,9 +1,10 @@
-"""Every measured figure of README.md, docs/results.md and docs/formats.md, made from the committed
-records: `python -m experiments.figures`.
+"""Every measured figure of README.md, docs/results.md, docs/formats.md and docs/training.md, made
+from the committed records: `python -m experiments.figures`.
 
 docs/results.md has every record in full and is written whole; but for number formats, whose tables
 and picture are docs/formats.md's. README.md has one table between `<!-- figures -->` and `<!-- end
-of figures -->`, a row for each question. A test makes all of them again and compares, and finds no
+of figures -->`, a row for each question; docs/training.md has tables of its sections between such
+marks with a section's name. A test makes all of them again and compares, and finds no
 measured figure in the rest of README.md. So a figure cannot drift from its record.
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments import training_page
 from experiments.depth import mean as depth_mean
 from experiments.depth import table as depth_table
 from experiments.fake_quantization import summary
@@ -1224,10 +1226,22 @@ def results() -> str:
     return "\n\n".join(["# Results", *parts]) + "\n"
 
 
-def filled(page: str, text: str) -> str:
-    """`page` with `text` between its marks."""
-    before, rest = page.split(START, 1)
-    return before + START + text + END + rest.split(END, 1)[1]
+def filled(page: str, text: str, name: str = "") -> str:
+    """`page` with `text` between its marks, those of a name where it has several."""
+    start = START.replace("figures", f"figures: {name}") if name else START
+    assert start in page, f"docs: no mark {start.strip()}"
+    before, rest = page.split(start, 1)
+    return before + start + text + END + rest.split(END, 1)[1]
+
+
+def training(page: str) -> str:
+    """docs/training.md with the tables of each of its sections that has a record."""
+    for name, text in training_page.sections(RESULTS).items():
+        tables = "\n".join(
+            f"{prose(each.about)}\n\n{table(each.heads, each.rows)}\n" for each in text
+        )
+        page = filled(page, f"\n{tables}\n", name)
+    return page
 
 
 def formats() -> str:
@@ -1244,6 +1258,8 @@ def main() -> int:
     docs = ROOT / "docs"
     for page, text in ((ROOT / "README.md", readme()), (docs / "formats.md", formats())):
         page.write_text(filled(page.read_text(), text))
+    page = docs / "training.md"
+    page.write_text(training(page.read_text()))
     (docs / "results.md").write_text(results())
     draw(Records(), docs / "formats.svg")
     return 0

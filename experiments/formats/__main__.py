@@ -22,7 +22,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -309,7 +309,8 @@ def learning(arguments: Arguments, rows: list[Row]) -> None:
         for seed in range(arguments.seeds):
             if not record.has(row=row.name, seed=seed):
                 print(f"{row.name}, learning, seed {seed}", file=sys.stderr)
-                record.add(row=row.name, seed=seed, **losses(config, row, seed))
+                in_row = replace(config, compute_dtype=row.dtype.name)
+                record.add(row=row.name, seed=seed, **losses(in_row, row.unified, seed))
 
 
 def of(arguments: Arguments, *names: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from experiments.depth import short
-from experiments.formats.rows import BFLOAT16, Row
+from experiments.formats.rows import BFLOAT16
 from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import RunConfig
@@ -65,29 +65,29 @@ def problems_of(config: RunConfig) -> tuple[Dataset, Sequence[Example]]:
     return train, held_out.examples[:HELD_OUT]
 
 
-def trained(config: RunConfig, recipe: Recipe) -> tuple[Session, float]:
-    """Train from random weights; returns the session and the loss of its last step."""
+def trained(config: RunConfig, recipe: Recipe) -> tuple[Session, list[dict[str, float]]]:
+    """Train from random weights; returns the session and the metrics of each step."""
     policy, tokenizer = load_model(config)
     session = Session(policy, tokenizer, recipe, config=config)
     session.restart(config.sft.optimizer, config.sft.steps)
-    problems, loss = problems_of(config)[0], np.nan
+    problems, metrics = problems_of(config)[0], []
     for step in range(config.sft.steps):
         batch = problems.batch(step, config.sft.batch_size, config.seed)
         answers = demonstrations(session.encoder, batch, step, config)
-        loss = session.supervise(session.encoder.batch(batch), answers)["loss"]
-    return session, loss
+        metrics.append(session.supervise(session.encoder.batch(batch), answers))
+    return session, metrics
 
 
-def losses(config: RunConfig, row: Row, seed: int) -> dict[str, Any]:
-    """Train a row with a seed, and find its losses."""
-    config = replace(config, seed=seed, compute_dtype=row.dtype.name)
-    session, last = trained(config, row.unified)
+def losses(config: RunConfig, recipe: Recipe, seed: int) -> dict[str, Any]:
+    """Train under a recipe with a seed, and find its losses."""
+    config = replace(config, seed=seed)
+    session, metrics = trained(config, recipe)
     plain = replace(config, compute_dtype="float32")
     masters = Session(session.weights, session.tokenizer, Recipe("formats"), config=plain)
     return {
         "loss": short(held_out_loss(session)),
         "unquantized": short(held_out_loss(masters)),
-        "last_step": short(np.float64(last)),
+        "last_step": short(np.float64(metrics[-1]["loss"])),
     }
 
 

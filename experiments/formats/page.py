@@ -13,7 +13,7 @@ import numpy as np
 from experiments.formats.attention import ATTENTION
 from experiments.formats.mismatch import BASE, FLOWS
 from experiments.formats.rows import BASELINE, BFLOAT16, ROWS
-from fp8rl_jax.statistics import compare_arms
+from fp8rl_jax.statistics import Comparison, compare_arms
 
 RECORDS = Path(__file__).parents[1] / "results" / "formats"
 MARGIN = 0.05
@@ -222,11 +222,7 @@ def learned(records: Records) -> Table | None:
             if name == BASELINE:
                 cells.append("baseline")
                 continue
-            c = of[name]
-            level = "" if abs(c.alpha - 0.05) < 1e-9 else f"{100 * (1 - c.alpha):.4g} %: "
-            limits = f"({level}{c.difference.low:+.3f} to {c.difference.high:+.3f})"
-            seen = "" if c.detectable is None else f"{c.detectable:.3f}"
-            cells.append(f"{c.difference.mean:+.3f} {limits}: {c.verdict}; {seen}")
+            cells.append(against(of[name]))
         rows.append(cells)
     about = f"""
         The demo's policy from random weights, {settings["steps"]} supervised updates of {settings["batch_size"]} examples, {seeds} paired
@@ -240,6 +236,15 @@ def learned(records: Records) -> Table | None:
         "the same weights, nothing quantized; could be seen",
     ]
     return Table("What is learned in it", about, heads, rows)
+
+
+def against(c: Comparison) -> str:
+    """A difference to the baseline with its interval, its verdict, and what could have been
+    seen."""
+    level = "" if abs(c.alpha - 0.05) < 1e-9 else f"{100 * (1 - c.alpha):.4g} %: "
+    limits = f"({level}{c.difference.low:+.3f} to {c.difference.high:+.3f})"
+    seen = "" if c.detectable is None else f"{c.detectable:.3f}"
+    return f"{c.difference.mean:+.3f} {limits}: {c.verdict}; {seen}"
 
 
 def _gradient(records: Records, name: str) -> str:

@@ -30,6 +30,8 @@ def test_the_documents_state_what_the_records_hold():
     )
     page = (figures.ROOT / "docs" / "formats.md").read_text()
     assert page == figures.filled(page, figures.formats()), "run: python -m experiments.figures"
+    page = (figures.ROOT / "docs" / "training.md").read_text()
+    assert page == figures.training(page), "run: python -m experiments.figures"
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)

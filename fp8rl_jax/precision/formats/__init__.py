@@ -65,13 +65,14 @@ def format_of(fmt: TensorFormat, shape: tuple[int, ...] = ()) -> Format:
     Args:
         fmt: not the compute dtype.
         shape: of the tensor: one scale for each trailing matrix where the format has no block, and
-            for a whole axis where its block says so.
+            for a whole axis where its block says so, which without a shape stays WHOLE.
 
     Raises:
         UserError: the format cannot be stored.
     """
     made = _REGISTERED.get(fmt.element)
     rows, columns = fmt.block or (made.block if made else (WHOLE, WHOLE))
+    shape = shape or (WHOLE, WHOLE)
     block = rows or shape[-2], columns or shape[-1]
     if made:
         return replace(made, block=block)
