@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fp8rl_jax.config.formats import TensorFormat, parse_format
+from fp8rl_jax.config.formats import WHOLE, TensorFormat, parse_format
 from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.tensors import of_kind
@@ -134,7 +134,7 @@ def export_form(dtype: str | ExportForm) -> ExportForm | None:
     if layout == "e4m3":
         sound = block == BLOCK and not library
     else:
-        sound = layout is not None and group in (None, block[1])
+        sound = layout is not None and WHOLE not in block and group in (None, block[1])
         sound &= not library or (library == "modelopt" and layout in _MODELOPT)
     if not sound:
         known = ", ".join(name for name in LAYOUT_OF if name != "e4m3")

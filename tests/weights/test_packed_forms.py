@@ -316,6 +316,7 @@ def test_exports_have_the_parts_of_the_other_libraries(tmp_path):
         ("mxfp8_e5m2", "'mxfp8_e5m2' cannot be exported"),
         ("nvfp4_rows", "'nvfp4_rows' cannot be exported"),
         ("nvfp4-1x32", "'nvfp4-1x32' cannot be exported"),
+        ("int4-1xall", "'int4-1xall' cannot be exported"),
         ("mxfp8-1x16", "'mxfp8-1x16' cannot be exported"),
         ("e4m3-1x128", "'e4m3-1x128' cannot be exported"),
         ("int4@modelopt", "mxfp8@modelopt, nvfp4@modelopt"),
