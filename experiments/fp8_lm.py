@@ -122,38 +122,34 @@ def loss(config: RunConfig, name: str, seed: int) -> dict[str, float | None]:
 
 
 def rows(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Cells of the record's table: arm, seeds, loss, and the difference to the baseline over the
-    seeds that all have."""
+    """Give the cells of the record's table: arm, loss, differences to the baseline.
+
+    By seed, and in the mean. An arm has its row once it has all seeds of the baseline.
+    """
     of: dict[str, dict[int, float | None]] = {}
     for entry in entries:
         of.setdefault(entry["arm"], {})[entry["seed"]] = entry["loss"]
-    seeds = [s for s in of[BASELINE] if all(s in losses for losses in of.values())]
-    whole = {
-        name: [losses[s] for s in seeds]
-        for name, losses in of.items()
-        if None not in losses.values()
-    }
-    compared = compare_arms(whole, BASELINE, MARGIN, better="lower") if len(seeds) > 1 else {}
+    seeds = of[BASELINE].keys()
+    measured = [name for name in ARMS if name in of and of[name].keys() >= seeds]
+    losses = {name: [of[name][seed] for seed in seeds] for name in measured}
+    whole = {name: np.asarray(each) for name, each in losses.items() if None not in each}
+    compared = compare_arms(whole, BASELINE, MARGIN, better="lower") if len(whole) > 1 else {}
     found = []
-    for name in (name for name in ARMS if name in of):
-        losses = [of[name][s] for s in seeds]
-        finite = [x for x in losses if x is not None]
-        cells = [name, str(len(seeds)), f"{np.mean(finite):.3f}" if finite else ""]
+    for name, each in losses.items():
+        if name not in whole:
+            lost = each.count(None)
+            found.append([name, "", f"{lost} of {len(each)} seeds diverged", ""])
+            continue
+        cells = [name, f"{whole[name].mean():.3f}"]
         if name == BASELINE:
-            cells.append("baseline")
-        elif len(finite) < len(losses):
-            cells.append(f"{len(losses) - len(finite)} of {len(losses)} seeds diverged")
-        elif name in compared:
-            c = compared[name]
-            level = "" if abs(c.alpha - 0.05) < 1e-9 else f"{100 * (1 - c.alpha):.4g} %: "
-            cells.append(
-                f"{c.difference.mean:+.3f} ({level}{c.difference.low:+.3f} to "
-                f"{c.difference.high:+.3f}): {c.verdict}"
-                + ("" if c.detectable is None else f"; {c.detectable:.3f}")
-            )
-        else:
-            cells.append("")
-        found.append(cells)
+            found.append([*cells, "baseline", ""])
+            continue
+        apart, c = whole[name] - whole[BASELINE], compared[name]
+        level = "" if abs(c.alpha - 0.05) < 1e-9 else f"{100 * (1 - c.alpha):.4g} %: "
+        limits = f"({level}{c.difference.low:+.3f} to {c.difference.high:+.3f})"
+        seen = "" if c.detectable is None else f"; {c.detectable:.3f}"
+        cells += [f"{apart.min():+.3f} to {apart.max():+.3f}"]
+        found.append([*cells, f"{c.difference.mean:+.3f} {limits}: {c.verdict}{seen}"])
     return found
 
 

@@ -1,4 +1,5 @@
-"""What docs/training.md says of the records of `experiments.fp4` and `experiments.stability`."""
+"""What docs/training.md says of the records of `experiments.fp8_lm`, `experiments.fp4` and
+`experiments.stability`."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments import fp8_lm
 from experiments.formats.page import MARGIN, Entry, Table, against
 from experiments.formats.rows import BASELINE
 from fp8rl_jax.statistics import compare_arms, exact_interval
@@ -34,6 +36,8 @@ def sections(results: Path) -> dict[str, list[Table]]:
     """
     found: dict[str, list[Table]] = {}
     for section, path, make in (
+        ("fp8-lm", "fp8_lm.json", states),
+        ("fp8-lm", "fp8_lm.json", placed),
         ("fp4", "fp4/snr.json", snr),
         ("fp4", "fp4/learning.json", learned),
         ("sharpness", "stability/runs.json", diverged),
@@ -41,6 +45,26 @@ def sections(results: Path) -> dict[str, list[Table]]:
         if (results / path).exists() and (made := make(json.loads((results / path).read_text()))):
             found.setdefault(section, []).append(made)
     return found
+
+
+def states(record: dict[str, Any]) -> Table:
+    """Which precision breaks which state."""
+    settings, seeds = record["settings"], {entry["seed"] for entry in record["entries"]}
+    about = f"""
+        {settings["steps"]} updates of {settings["batch_size"]} examples, {len(seeds)} paired seeds. Command:
+        `python -m experiments.fp8_lm`.
+    """
+    seen = "in the mean (95 %); could be seen"
+    heads = ["kept in few bits", "loss", "less the baseline's, of each seed", seen]
+    return Table("", about, heads, fp8_lm.rows(record["entries"]))
+
+
+def placed(record: dict[str, Any]) -> Table:
+    """Qwen3-8B's training state on devices: whole tensors, and as it is sharded here."""
+    del record
+    rows = [[str(n), *(f"{x:.3g}" for x in fp8_lm.placement(n))] for n in (8, 16, 64, 256)]
+    about = "Qwen3-8B: the bytes of the device that has most, over the mean."
+    return Table("", about, ["devices", "whole tensors, greedy", "fsdp"], rows)
 
 
 def snr(record: dict[str, Any]) -> Table:

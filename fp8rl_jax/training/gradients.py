@@ -18,7 +18,7 @@ paper's, as the authors' pull request 140 to that repository has it (which knows
 
 What travels are the codes: each replica is sent a part of all gradients, adds it up in float32,
 rounds it once, and sends it to all. That is a ring all-reduce's traffic at a byte a value. NCCL's
-own sum in e4m3 rounds after every addition. Tensors that stay in float32, norms and biases, are
+ring in e4m3 rounds at every hop. Tensors that stay in float32, norms and biases, are
 added up as they are.
 
 With mesh.data = 1 XLA adds up in float32, whatever the format, and each tensor is quantized then.

@@ -24,8 +24,9 @@ def test_every_arm_is_a_recipe_of_its_own():
 
 
 def test_the_table_of_a_record():
-    """Over the seeds that all arms have; one that diverged has no difference."""
-    losses = {"float32": [1.0, 1.2, 9.0], "master bfloat16": [1.5, 1.8], "fp8-lm-o2": [None, 1.1]}
+    """One that diverged has no difference, and one that is not whole yet no row."""
+    losses = {"float32": [1.0, 1.2], "master bfloat16": [1.5, 1.8], "fp8-lm-o2": [None, 1.1]}
+    losses["fp8-lm-o1"] = [7.0]
     entries = [
         {"arm": arm, "seed": seed, "loss": x}
         for arm, of in losses.items()
@@ -33,9 +34,9 @@ def test_the_table_of_a_record():
     ]
     found = fp8_lm.rows(entries)
     assert [row[0] for row in found] == ["float32", "fp8-lm-o2", "master bfloat16"]
-    assert found[0][1:] == ["2", "1.100", "baseline"]
-    assert found[1][1:] == ["2", "1.100", "1 of 2 seeds diverged"]
-    assert found[2][1:3] == ["2", "1.650"] and found[2][3].startswith("+0.550 (")
+    assert found[0][1:3] == ["1.100", "baseline"]
+    assert found[1][1:3] == ["", "1 of 2 seeds diverged"]
+    assert found[2][1:3] == ["1.650", "+0.500 to +0.600"] and found[2][3].startswith("+0.550 (")
 
 
 @pytest.mark.parametrize(("devices", "whole"), [(8, 1.0), (64, 4.86)])
