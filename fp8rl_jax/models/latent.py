@@ -7,9 +7,10 @@ keys and values of, and one rotated key, which they share (DeepSeek-V2, arXiv 24
     keys, values       kv_b_proj(latent), a head's key in front of the shared one
 
 A cache of this is smaller than that of keys and values by an order of magnitude: DeepSeek-V3 keeps
-576 numbers a token and layer in place of 40,960. Scoring and every step of decode make keys and
-values of the latents by the same product, so both sides round alike. Folding kv_b_proj into queries
-and outputs instead, as decode kernels do, would spare decode that product and round otherwise.
+576 numbers a token and layer in place of 40,960. Scoring and decode make keys and values of the
+latents by the same product, so both sides round alike. A decode step makes those of all tokens in
+the cache, a layer at a time, which is most of its work behind long texts: folding kv_b_proj into
+queries and outputs, as decode kernels do, would spare it, and round otherwise.
 """
 
 from __future__ import annotations
