@@ -156,25 +156,22 @@ def run_start(config: RunConfig) -> Numbers:
     config = golden_config(config)
     session, answers = _session(config), [word[:5] for word in WORDS]
     session.restart(config.sft.optimizer, config.sft.steps)
-    steps = [session.supervise(PROMPTS, answers) for _ in range(_UPDATES)]
-    names = {"loss": "loss", "grad_norm": "optim/grad_norm"}
-    return {key: [_digits(each[name]) for each in steps] for key, name in names.items()}
+    return _of_updates([session.supervise(PROMPTS, answers) for _ in range(_UPDATES)])
 
 
 def run_text(config: RunConfig) -> Numbers:
-    """Make the first updates on text, and measure its loss before and behind each."""
+    """Make the first updates on text; the last loss is that behind the others."""
     config = golden_config(replace(config, sft=replace(config.sft, micro_batch_rows=0)))
     session, documents = _session(config), [Document(text, text) for text in (*PROMPTS, *WORDS)]
     text = tokenized(documents, session.encoder, _TOKENS)
     session.restart(replace(config.sft.optimizer, learning_rate=_RATE), config.sft.steps)
-    found: Numbers = {"loss": [], "grad_norm": [], "logprob": []}
-    for step in range(_UPDATES + 1):
-        found["logprob"].append(_digits(-session.text_loss(text)[0]))
-        if step < _UPDATES:
-            metrics = session.pretrain(text.rows(range(len(text))))
-            found["loss"].append(_digits(metrics["loss"]))
-            found["grad_norm"].append(_digits(metrics["optim/grad_norm"]))
-    return found
+    rows = text.rows(range(len(text)))
+    return _of_updates([session.pretrain(rows) for _ in range(_UPDATES + 1)])
+
+
+def _of_updates(steps: list[dict[str, float]]) -> Numbers:
+    names = {"loss": "loss", "grad_norm": "optim/grad_norm"}
+    return {key: [_digits(each[name]) for each in steps] for key, name in names.items()}
 
 
 RUNS = {"arm": run_arm, "text": run_text, "start": run_start}
