@@ -175,8 +175,8 @@ class Recipe:
     for.
 
     Raises:
-        UserError: a negative number of layers, or a trainer's query, key or value that is
-            quantized.
+        UserError: a negative number of layers; a trainer's query, key or value that is quantized;
+            a format that a product cannot have, or that a training state cannot be kept in.
     """
 
     name: str = field(compare=False)
