@@ -225,10 +225,10 @@ class Recipe:
     activation formats."""
     excluded: tuple[str, ...] = ()
     """Shell patterns taken out of `quantized` again; one that matches nothing is an error."""
-    first_layers_in_compute: float = 0
+    first_layers_in_compute: float = 0.0
     """Layers at the start of the model whose linears are not quantized, on either side; below 1 the
     part of its layers, rounded to the nearest number of them."""
-    last_layers_in_compute: float = 0
+    last_layers_in_compute: float = 0.0
     """The same at its end."""
     layers: tuple[LayerFormats, ...] = ()
     """Other formats for the linears that match a pattern; of several that match, the later one
@@ -692,11 +692,11 @@ class PrecisionConfig:
     """The same of the second moment."""
     excluded: tuple[str, ...] = ()
     """More layers to keep in the compute dtype, as shell patterns such as "layers.0.*"."""
-    first_layers_in_compute: float = 0
+    first_layers_in_compute: float = 0.0
     """Layers at the start of the model whose linears stay in the compute dtype, in the rollout and
     the trainer alike (NeMo RL's num_first_layers_in_bf16), or below 1 the part of them; 0: the
     recipe's number, none in all built-in ones but nvfp4. Their part of an FP8 cache stays FP8."""
-    last_layers_in_compute: float = 0
+    last_layers_in_compute: float = 0.0
     """The same at the end of the model (num_last_layers_in_bf16)."""
     weight_source: Literal["compute", "master"] | None = None
     """What a quantized weight is quantized from: the master rounded to the compute dtype, or the
