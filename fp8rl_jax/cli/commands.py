@@ -45,10 +45,6 @@ def train(config: RunConfig) -> None:
 
     With `--dry-run` print the resolved configuration, parameter counts and the memory plan instead.
     """
-    if config.task.kind == "text":
-        raise UserError(
-            'task.kind = "text" has no problems to earn rewards with; `fp8rl pretrain` trains on it'
-        )
     start_jax()
     from fp8rl_jax.training import loop
     from fp8rl_jax.training.setup import announce, build, describe

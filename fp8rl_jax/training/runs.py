@@ -19,7 +19,9 @@ from fp8rl_jax.tasks.python_objects import PythonReward
 from fp8rl_jax.training.evaluation import evaluate_held_out
 from fp8rl_jax.training.loop import train as train_setup
 from fp8rl_jax.training.setup import build, reward_pool
+from fp8rl_jax.training.sft import evaluate_text
 from fp8rl_jax.training.source import trained_settings
+from fp8rl_jax.training.text import Text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -135,6 +137,8 @@ def evaluate(
     setup = build(config, sampled=False, reward=reward, dataset=dataset, environment=environment)
     if not len(setup.held_out):
         raise UserError("task.eval_size = 0 holds out no problem to evaluate on; raise it")
+    if isinstance(setup.held_out, Text):
+        return evaluate_text(setup)
     with reward_pool(setup) as pool:
         return evaluate_held_out(setup, pool).metrics
 

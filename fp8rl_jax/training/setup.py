@@ -116,6 +116,10 @@ def build(
     pack(objects)  # for its refusals
     config = _with_kept_exact(config)
     recipe = config.resolved_recipe()
+    if sampled and task.kind == "text":
+        raise UserError(
+            'task.kind = "text" has no problems to earn rewards with; `fp8rl pretrain` trains on it'
+        )
     if sampled:
         config.samples_truncated()  # for its refusals
     initialize(config.mesh)

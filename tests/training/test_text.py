@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_run import faults, measured, metric_rows, write_run
 
+import fp8rl_jax as fp8rl
 from fp8rl_jax import rl
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.recipe import get_recipe
@@ -201,6 +202,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(run_file, tmp_path, capsys)
     found = json.loads(capsys.readouterr().out)
     assert found["eval/loss"] == pytest.approx(rows[-1]["eval/loss"], rel=1e-5)
     assert found["eval/tokens"] == rows[-1]["eval/tokens"] > 0
+    assert fp8rl.evaluate(whole)["eval/loss"] == found["eval/loss"]
     # of another run, a taken directory, and other text
     flags = ["--output", str(resumed)]
     assert main(["pretrain", run_file, *flags]) == 2
