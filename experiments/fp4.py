@@ -30,7 +30,7 @@ from experiments.formats.mismatch import prompts
 from experiments.formats.rows import BASELINE
 from fp8rl_jax.caching import keep_compiled_programs
 from fp8rl_jax.config.formats import parse_format
-from fp8rl_jax.config.recipe import RECIPES, LinearFormats, Recipe
+from fp8rl_jax.config.recipe import RECIPES, Recipe, TrainerFormats
 from fp8rl_jax.precision import Format
 from fp8rl_jax.precision.formats.fp4 import FP4, ClampedFP4
 from fp8rl_jax.weights.load import load
@@ -43,7 +43,7 @@ def _learned() -> dict[str, Recipe]:
     whole, plain = replace(RECIPES["fp4"], name="fp4-study"), parse_format("fp4")
     straight = {"weight_gradient_estimator": "straight_through"}
     unclamped = {
-        "trainer": LinearFormats(plain, plain),
+        "trainer": TrainerFormats(plain, plain),
         "rollout": replace(whole.rollout, activation=plain),
         "saved_activation": plain,
     }

@@ -73,9 +73,9 @@ def texts(documents):
     [
         ("a.txt", b"One.\n\nTwo.\r\n", ["One.\n\nTwo.\r\n"]),
         ("a.md", b"\xef\xbb\xbf" + "née".encode(), ["née"]),
-        ("a", gzip.compress(b'{"text": "no JSON here"}'), ['{"text": "no JSON here"}']),
+        ("a", gzip.compress(b'{"text": "no JSON here"}', mtime=0), ['{"text": "no JSON here"}']),
         ("a.jsonl", b'{"text": "x\\n", "n": 1}\n\n{"text": "y"}', ["x\n", "y"]),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n{"text": "y"}\n'), ["x", "y"]),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n{"text": "y"}\n', mtime=0), ["x", "y"]),
         ("a.json", b'[{"text": "x"},\n {"text": "y"}]', ["x", "y"]),
     ],
 )
@@ -89,7 +89,7 @@ def test_documents_of_a_file(tmp_path, name, content, expected):
     [
         ("a.txt", b"", "{}: the text is empty"),
         ("a.txt", b"\xff", "{}: not UTF-8 (byte 0xff at position 1)"),
-        ("a.txt.gz", gzip.compress(b"text")[:-6], "task.name: {} cannot be read"),
+        ("a.txt.gz", gzip.compress(b"text", mtime=0)[:-6], "task.name: {} cannot be read"),
         ("a.jsonl", b'{"text": "a"}\n{"text": " "}', "{}:2: the text is empty"),
         ("a.jsonl", b'{"prompt": "a"}', "{}:1: text must be text, not null (keys: prompt)"),
         ("a.jsonl", b'{"text": ["a"]}', "{}:1: text must be text, not a list (keys: text)"),
