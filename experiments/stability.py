@@ -69,7 +69,7 @@ class Arguments:
 
     output: str = "experiments/results/stability"
     """Directory of runs.json; entries that are there are kept."""
-    rates: tuple[float, ...] = (2e-3, 1e-2, 5e-2)
+    rates: tuple[float, ...] = (2e-3, 1e-2, 5e-2, 2e-1)
     """Learning rates."""
     seeds: int = 5
     steps: int = 120
