@@ -206,7 +206,7 @@ def test_the_record_pairs_outcomes_by_seed(study, fake):
     assert record["seeds"] == [3, 7] and record["version"] == 2
     outcomes = {arm["name"]: [run["outcome"] for run in arm["runs"]] for arm in record["arms"]}
     assert outcomes == {"bf16": pytest.approx([0.832, 0.872]), "fp8": pytest.approx([0.83, 0.87])}
-    assert done.comparisons["fp8"].difference.mean == pytest.approx(0.002)
+    assert done.comparisons["fp8"].difference.mean == pytest.approx(-0.002)
     assert record["resolved"] == AUTO and "decode_layers" not in str(record["arms"])
     assert done.page.exists() and record["comparisons"][0]["sentence"] in done.table()
     config = Path("out/configs/fp8-7.toml").read_text()

@@ -259,9 +259,12 @@ def test_the_sides_are_the_engine_and_the_update():
             x = type(x)(*(part["output"] for part in one.run(i, x, tokens)))
         np.testing.assert_allclose(one.logprobs(one.norm(x), tokens), expected, atol=tolerance)
     assert np.abs(trainer - out.policy_logprobs).max() > 4 * tolerance
-    wide = dataclasses.replace(out, tokens=np.repeat(out.tokens, 2, 0), mask=out.mask[[0, 0, 1, 1]])
-    first, second = (out.tokens[i, out.mask[i]].tolist() for i in (0, 1))
-    assert of_rollout(wide, most=2) == [Row([5, 9, 3, 22, 8], first), Row([2, 6, 11], second)]
+    twice = {name: np.repeat(getattr(out, name), 2, 0) for name in ("tokens", "policy_logprobs")}
+    wide = dataclasses.replace(out, **twice, mask=out.mask[[0, 0, 1, 1]])
+    first, second = (
+        [x[i, out.mask[i]].tolist() for x in (out.tokens, out.policy_logprobs)] for i in (0, 1)
+    )
+    assert of_rollout(wide, most=2) == [Row([5, 9, 3, 22, 8], *first), Row([2, 6, 11], *second)]
     said = where_sides_part(weights, RECIPES[recipe], "float32", out)
     assert said.startswith("layers.0.q_proj differs first, format: ")
     exact = replace(RECIPES["jet-rl"], exact=True)
