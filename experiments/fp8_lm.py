@@ -116,8 +116,8 @@ def loss(config: RunConfig, name: str, seed: int) -> dict[str, float | None]:
     finite."""
     fields = {"base": "bf16"} | ARMS[name]
     made = recipe(fields.pop("base"), "fp8-lm", **fields)
-    session, last = trained(replace(config, seed=seed), made)
-    found = {"loss": held_out_loss(session), "last_step": np.float64(last)}
+    session, metrics = trained(replace(config, seed=seed), made)
+    found = {"loss": held_out_loss(session), "last_step": np.float64(metrics[-1]["loss"])}
     return {key: short(x) if np.isfinite(x) else None for key, x in found.items()}
 
 
