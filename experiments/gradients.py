@@ -87,6 +87,8 @@ STEP = 2.0**20
 class Descent:
     """Gradient descent, a `training.optimizer.Optimizer`."""
 
+    recipe = RECIPES["bf16"]
+
     def init(self, params) -> tuple:
         return ()
 

@@ -194,7 +194,7 @@ class LoraConfig:
     """The adapters' product is scaled by alpha / rank."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
-    targets: tuple[str, ...] = ("*",)
+    targets: tuple[str, ...] = ("*_proj",)
     """Shell patterns over linear names (layers.3.q_proj, layers.3.experts.up_proj) of what gets an
     adapter; a linear gets one in all layers that have it or in none."""
     base: Literal["compute", "rollout"] = "compute"

@@ -187,7 +187,7 @@ LINEARS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 def test_its_linears_are_quantized_adapted_and_written_like_others(tmp_path):
     linears = {f"layers.{i}.{name}" for i in range(2) for name in LINEARS}
     assert linears <= set(quantized_layers(get_recipe("fp8-rl"), linear_names(DEEPSEEK)))
-    assert set(LINEARS) <= set(adapted_tensors(DEEPSEEK, LoraConfig(rank=2)))
+    assert set(LINEARS) <= set(adapted_tensors(DEEPSEEK, LoraConfig(rank=2, targets=("*",))))
     tensors = random_tensors(DEEPSEEK, np.float32)
     ahead = {"model.layers.2.eh_proj.weight": np.ones((4, 8), np.float32)}
     policy = load_policy(write_model(tmp_path / "given", DEEPSEEK, tensors | ahead))
