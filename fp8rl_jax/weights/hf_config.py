@@ -294,7 +294,7 @@ def _architecture(config: dict[str, Any]) -> str:
     model_type = config.get("model_type")
     classes = {family.hf_class: architecture for architecture, family in FAMILIES.items()}
     types = {other: name for name, family in FAMILIES.items() for other in family.other_types}
-    model_type = types.get(model_type, model_type)
+    model_type = types.get(str(model_type), model_type)
     by_type = FAMILIES.get(str(model_type))
     names = config.get("architectures") or [by_type and by_type.hf_class]
     if isinstance(names, list) and names:
