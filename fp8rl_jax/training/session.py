@@ -1010,6 +1010,8 @@ class Session:
 
     def _serve(self, prompts: Sequence[Prompt] | Prompts) -> None:
         """The present weights, and scales for them, before anything is sampled."""
+        if self._state is None and self._policy is None:
+            raise UserError(self._gone)
         if self.serving.due:
             self.sync(prompts)
         elif self.serving.uncalibrated:
