@@ -42,7 +42,7 @@ from rich.box import SIMPLE_HEAD
 from fp8rl_jax.config.formats import FLOAT32, TensorFormat
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import MeshConfig, RunConfig
-from fp8rl_jax.config.training import DEVICE_BYTES
+from fp8rl_jax.config.training import DEVICE_BYTES, OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import predequantized, rollout_policy
@@ -324,7 +324,7 @@ def changes(
 
     Each as (what to set, the changed run, its mesh).
     """
-    optimizer, trainer, rollout = config.optimizer, config.trainer, config.rollout
+    trainer, rollout = config.trainer, config.rollout
     if config.task.kind == "text":
         yield from _text_changes(config, sizes)
         return
@@ -341,12 +341,8 @@ def changes(
             replace(config, trainer=replace(trainer, remat="layer")),
             sizes,
         )
-    for name in ("bfloat16", "e4m3-1x128"):
-        small = replace(config.precision, first_moment=name, second_moment=name)
-        changed = replace(config, precision=small)
-        if not optimizer.faults("optimizer", changed.resolved_recipe()):
-            what = f'precision.first_moment = precision.second_moment = "{name}"'
-            yield what, changed, sizes
+    for what, changed in _smaller_moments(config, config.optimizer):
+        yield what, changed, sizes
     for parts in _FSDP:
         rows = parts * sizes["data"] * sizes["expert"]
         if parts > sizes["fsdp"] and rollout.prompts_per_step % rows == 0:
@@ -355,6 +351,16 @@ def changes(
     if fewer >= 2:
         what = f"rollout.samples_per_prompt = {fewer}"
         yield what, replace(config, rollout=replace(rollout, samples_per_prompt=fewer)), sizes
+
+
+def _smaller_moments(
+    config: RunConfig, optimizer: OptimizerConfig
+) -> Iterator[tuple[str, RunConfig]]:
+    for name in ("bfloat16", "e4m3-1x128"):
+        small = replace(config.precision, first_moment=name, second_moment=name)
+        changed = replace(config, precision=small)
+        if not optimizer.faults("optimizer", changed.resolved_recipe()):
+            yield f'precision.first_moment = precision.second_moment = "{name}"', changed
 
 
 def _text_changes(
@@ -369,11 +375,8 @@ def _text_changes(
     if trainer.remat == "none":
         made = replace(config, trainer=replace(trainer, remat="layer"))
         yield 'trainer.remat = "layer"', made, sizes
-    for name in ("bfloat16", "e4m3"):
-        small = replace(sft.optimizer, first_moment=name, second_moment=name)
-        if not small.faults("sft.optimizer"):
-            what = f'sft.optimizer.first_moment = sft.optimizer.second_moment = "{name}"'
-            yield what, replace(config, sft=replace(sft, optimizer=small)), sizes
+    for what, changed in _smaller_moments(config, sft.optimizer):
+        yield what, changed, sizes
     for parts in _FSDP:
         rows = parts * sizes["data"] * sizes["expert"]
         if parts > sizes["fsdp"] and (sft.micro_batch_rows or sft.batch_size) % rows == 0:
