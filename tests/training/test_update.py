@@ -54,7 +54,7 @@ def batch():
 
 
 def test_shared_prompt_equals_each_row_alone(policy, batch):
-    logprobs, entropy, _ = jax.jit(completion_logprobs, static_argnums=2)(policy, batch, CONFIG)
+    logprobs, entropy, *_ = jax.jit(completion_logprobs, static_argnums=2)(policy, batch, CONFIG)
     for row in range(8):
         prompt = batch.prompts[row // 2][: batch.lengths[row // 2]]
         tokens = np.concatenate([prompt, batch.tokens[row][batch.mask[row]]])
