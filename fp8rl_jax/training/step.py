@@ -83,14 +83,7 @@ def completion_logprobs(
         Both, what `observe` made of prompts and completions, and sharpness/* where the
         configuration asks for it.
     """
-    policy = trainer_policy(
-        policy,
-        config.recipe,
-        jnp.dtype(config.compute_dtype),
-        config.backend,
-        config.remat,
-        config.attention_chunk,
-    )
+    policy = _in_form(policy, config)
     policy = with_scales(policy, scales)
     head = partial(
         token_logprobs,
@@ -121,6 +114,17 @@ def completion_logprobs(
     places = jnp.arange(batch.tokens.size).reshape(batch.tokens.shape)
     sharp = _sharpness(hidden, places, batch.tokens, batch.mask, policy, config)
     return *head(hidden, targets=batch.tokens), observed, sharp
+
+
+def _in_form(policy: Policy, config: StepConfig) -> Policy:
+    return trainer_policy(
+        policy,
+        config.recipe,
+        jnp.dtype(config.compute_dtype),
+        config.backend,
+        config.remat,
+        config.attention_chunk,
+    )
 
 
 def _sharpness(
@@ -361,14 +365,7 @@ def row_logprobs(
         rows: on the mesh.
         config: its formats and its temperature are used.
     """
-    policy = trainer_policy(
-        policy,
-        config.recipe,
-        jnp.dtype(config.compute_dtype),
-        config.backend,
-        config.remat,
-        config.attention_chunk,
-    )
+    policy = _in_form(policy, config)
     tokens = constrain(rows.tokens, "batch", None)
     segments = constrain(rows.segments, "batch", None)[:, :-1]
     hidden = forward(policy, tokens[:, :-1], rows.positions, segments, keep_cache=False).hidden
