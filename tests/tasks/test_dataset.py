@@ -188,7 +188,8 @@ def test_a_batch_may_be_larger_than_the_data_set():
 
 
 def test_every_kind_has_a_loader():
-    assert set(LOADERS) == set(get_args(get_type_hints(TaskConfig)["kind"]))
+    # text has no problems: tasks/text.py loads its documents
+    assert {*LOADERS, "text"} == set(get_args(get_type_hints(TaskConfig)["kind"]))
 
 
 def test_chat_messages():
