@@ -183,7 +183,7 @@ def point(
     return results
 
 
-def short(x: np.floating) -> float:
+def short(x: float | np.floating) -> float:
     """Four digits, as the record has them."""
     return float(f"{x:.4g}")
 

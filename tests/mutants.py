@@ -248,7 +248,7 @@ LIST: list[Mutant] = [
         ),
         (
             "no-sync",
-            "self.serving.sync(self.weights, self.step, encoded, clock)\n",
+            "self.serving.sync(weights, self.step, encoded, clock)\n",
             "",
             "a_step_learns",
         ),

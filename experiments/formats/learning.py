@@ -23,7 +23,7 @@ from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.tasks.dataset import Dataset, Example, load_splits
 from fp8rl_jax.training.session import Session
-from fp8rl_jax.training.sft import demonstrations
+from fp8rl_jax.training.sft import demonstrations, mean_loss
 from fp8rl_jax.training.source import load_model
 
 DEMO = Path(__file__).parents[1] / "runs" / "demo.toml"
@@ -91,12 +91,7 @@ def losses(config: RunConfig, recipe: Recipe, seed: int) -> dict[str, Any]:
     }
 
 
-def held_out_loss(session: Session) -> np.float64:
+def held_out_loss(session: Session) -> float:
     """Mean negative log-likelihood of the tokens of held-out answers, in the session's formats."""
-    held_out, encoder = problems_of(session.config)[1], session.encoder
-    found = session.logprobs(
-        [encoder.tokens(example) for example in held_out],
-        [encoder.target(example) for example in held_out],
-        batch_size=len(held_out),
-    )
-    return -np.concatenate(found).mean(dtype=np.float64)
+    held_out = problems_of(session.config)[1]
+    return mean_loss(session, held_out, len(held_out))

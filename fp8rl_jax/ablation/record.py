@@ -33,6 +33,7 @@ from fp8rl_jax.statistics import (
     compare_arms,
     sentence,
 )
+from fp8rl_jax.training.tracking import as_json
 
 Status = Literal["finished", "failed", "collapsed", "running", "missing"]
 OVER = ("finished", "collapsed", "failed")
@@ -353,7 +354,7 @@ def _comparisons(
         by_problem=_by_problem(design, states, count) if metric.over_problems else None,
     )
     return [
-        _finite(dataclasses.asdict(each)) | {"sentence": sentence(each, metric.margin)}
+        as_json(dataclasses.asdict(each)) | {"sentence": sentence(each, metric.margin)}
         for each in compared.values()
     ]
 
@@ -405,13 +406,6 @@ def _by_problem(
         return correct / state.by_problem["samples"]
 
     return {arm: np.stack([values(s) for s in each[:count]]) for arm, each in states.items()}
-
-
-def _finite(value: Any) -> Any:
-    """Null for what is not finite, for which JSON has no word."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_comparison(row: Mapping[str, Any]) -> Comparison:

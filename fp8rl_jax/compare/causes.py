@@ -95,26 +95,29 @@ def logprob_differences(
         mask: True where a token counts; at least one.
 
     Returns:
-        tokens, differing, mean_abs and max_abs of a - b; k3, Schulman's estimate of KL(a || b) per
-        token (http://joschu.net/blog/kl-approx.html), and row and position of the largest
-        difference.
+        tokens, differing, mean_abs and max_abs of a - b; the mean of k3, and row and position of
+        the largest difference.
     """
     delta = np.where(mask, b.astype(np.float64) - a, 0.0)
     counted = delta[mask]
     row, position = np.unravel_index(np.argmax(np.where(mask, np.abs(delta), -1.0)), mask.shape)
-    with np.errstate(over="ignore"):
-        k3 = float(np.mean(np.expm1(counted) - counted))
     return {
         "tokens": int(mask.sum()),
         "differing": difference(a[mask], b[mask]).differing,
         "mean_abs": _finite(float(np.abs(counted).mean())),
         "max_abs": _finite(float(np.abs(counted).max())),
-        "k3": _finite(k3),
+        "k3": _finite(float(np.mean(k3(counted)))),
         "row": int(row),
         "position": int(position),
         "a": _finite(float(a[row, position])),
         "b": _finite(float(b[row, position])),
     }
+
+
+def k3(log_ratio: np.ndarray) -> np.ndarray:
+    """Estimate KL(p || q) as `rl.k3` does, on the host and in the precision of log q - log p."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.expm1(log_ratio) - log_ratio
 
 
 def _finite(x: float) -> float | None:

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from fp8rl_jax.compare.causes import k3
 from fp8rl_jax.compare.comparison import compare
 from fp8rl_jax.compare.side import Side
 from fp8rl_jax.compare.tokens import Tokens, as_recorded, as_tokens, of_rollout
@@ -47,6 +48,7 @@ from fp8rl_jax.rollout.sync import SyncContext
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.training.experience import Experience
 from fp8rl_jax.training.session import Session
+from fp8rl_jax.training.tracking import as_json
 
 _metrics = jax.jit(mismatch_metrics)
 NUMBERS = ("kl", "k3", "token_mult_prob_error", "pearson", "logprob_abs_diff_max")
@@ -145,13 +147,11 @@ def measure(session: Session, examples: Sequence[Example], config: GateConfig) -
 
 
 def _bins(difference: np.ndarray, values: np.ndarray, edges: tuple[float, ...]) -> tuple[Bin, ...]:
-    with np.errstate(over="ignore", invalid="ignore"):
-        k3 = np.expm1(difference) - difference
-    found = []
+    parts, found = k3(difference), []
     for low, high in zip(edges, edges[1:], strict=False):
         inside = (values >= low) & (values < high)
-        mean = float(k3[inside].mean()) if inside.any() else 0.0
-        share = float(k3[inside].sum() / k3.sum()) if k3.sum() else 0.0
+        mean = float(parts[inside].mean()) if inside.any() else 0.0
+        share = float(parts[inside].sum() / parts.sum()) if parts.sum() else 0.0
         found.append(Bin(low, high, float(inside.mean()), mean, share))
     return tuple(found)
 
@@ -351,13 +351,12 @@ def _other_linears(recipe: Recipe, policy: Policy) -> Iterator[str]:
 def _other_temperature(session: Session, some: _Rows) -> Iterator[str]:
     """Whether the trainer at another temperature is much nearer to the rollout."""
     inside = ~np.isnan(some.sampled)
-    difference = some.at[:, inside].astype(np.float64) - some.sampled[inside]
-    k3 = np.mean(np.expm1(difference) - difference, axis=1)
-    best, own = int(np.argmin(k3)), len(_TEMPERATURES) // 2
-    if best != own and k3[best] < _BETTER * k3[own]:
+    means = k3(some.at[:, inside].astype(np.float64) - some.sampled[inside]).mean(axis=1)
+    best, own = int(np.argmin(means)), len(_TEMPERATURES) // 2
+    if best != own and means[best] < _BETTER * means[own]:
         there, temperature = _TEMPERATURES[best], session.config.rollout.temperature
         yield (
-            f"temperature: at {there * temperature:.2g} the trainer agrees (k3 {k3[best]:.2g}), "
+            f"temperature: at {there * temperature:.2g} the trainer agrees (k3 {means[best]:.2g}), "
             f"and rollout.temperature is {temperature:g}: the rollout's log-probabilities are of "
             "another one"
         )
@@ -365,15 +364,7 @@ def _other_temperature(session: Session, some: _Rows) -> Iterator[str]:
 
 def document(found: Measured) -> dict[str, Any]:
     """Turn what was measured into plain data; what is not finite is null."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: plain(x) for name, x in value.items()}
-        if isinstance(value, tuple | list):
-            return [plain(x) for x in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return plain(
+    return as_json(
         vars(found)
         | {name: [each._asdict() for each in getattr(found, name)] for name in _TABLES}
         | {"passed": not found.faults}
@@ -393,9 +384,9 @@ def summary(found: Measured) -> str:
     heads = "entropy of the trainer, nats", "rollout's probability"
     for name, head in zip(_TABLES, heads, strict=True):
         lines.append(f"{head:<30}{'tokens':>8}{'k3':>10}{'of its sum':>12}")
-        for low, high, tokens, k3, of_sum in getattr(found, name):
+        for low, high, tokens, mean, of_sum in getattr(found, name):
             span = f"from {low:g}" + (f" to {high:g}" if math.isfinite(high) else "")
-            lines.append(f"  {span:<28}{tokens:>8.1%}{k3:>10.2g}{of_sum:>12.1%}")
+            lines.append(f"  {span:<28}{tokens:>8.1%}{mean:>10.2g}{of_sum:>12.1%}")
     if not found.faults:
         return "\n".join([*lines, "passed"])
     lines.append("published:")

@@ -167,23 +167,23 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
 
 
 def _check_roles(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
-    """What is of weights alone, in roles of other tensors."""
+    """What is of weights alone or of activations alone, in roles of other tensors."""
     formats = {f"rollout.{role}": fmt for role, fmt in recipe.rollout.roles().items()}
     formats |= {f"trainer.{role}": fmt for role, fmt in recipe.trainer.roles().items()}
     formats |= {role: recipe.format_of(role) for role in ("output_gradient", "saved_activation")}
     for field, fmt in formats.items():
         if of_weights_alone(fmt) and not field.endswith(".weight"):
             refuse(field, f'cannot be {fmt.name}, which is of weights alone; use "compute"')
+        others = field.endswith(".weight") or field == "output_gradient"
+        if others and fmt.quantized and _clamps(fmt):
+            refuse(field, f"is of activations alone: {fmt.name} clamps outliers; use fp4")
 
 
 def _check_activation(
     formats: TrainerFormats, side: str, refuse: Callable[[str, str], None]
 ) -> None:
-    """The groups of an activation against the weight's along the contraction, and what is of
-    activations alone."""
+    """The groups of an activation against the weight's along the contraction."""
     weight, activation = formats.weight, formats.activation
-    if weight.quantized and _clamps(weight):
-        refuse(f"{side}.weight", f"is of activations alone: {weight.name} clamps outliers; use fp4")
     if not activation.quantized:
         return
     if in_blocks(weight) and in_blocks(activation):
@@ -415,8 +415,6 @@ def _check_backward(recipe: Recipe, refuse: Callable[[str, str], None]) -> None:
     _check_scale(gradient, "output_gradient", refuse)
     if not gradient.quantized:
         return
-    if _clamps(gradient):
-        refuse("output_gradient", f"is of activations alone: {gradient.name} clamps outliers")
     columns = weight.block[1] if weight.block else WHOLE
     fits = [(1, columns), *([None] if weight.block is None else [])]
     if in_blocks(weight) and in_blocks(gradient) and gradient.block not in fits:

@@ -488,8 +488,9 @@ class Session:
             # layouts
             self._take(shard_policy(state, self.mesh))
             self.step, self._rollouts = self.step + 1, 0
+            weights = self.weights
             if self.serving.calibrates("trainer"):
-                metrics |= self.serving.measure(self.weights, batch, parts, seen, served, clock)
+                metrics |= self.serving.measure(weights, batch, parts, seen, served, clock)
         mismatch = _mismatch(
             sampled,
             train_logprobs,
@@ -501,7 +502,7 @@ class Session:
             mismatch = {name.replace("mismatch/", "off_policy/"): x for name, x in mismatch.items()}
         metrics |= learned | jax.block_until_ready(mismatch)
         encoded = None if next_prompts is None else self.encode(next_prompts)[0]
-        self.serving.sync(self.weights, self.step, encoded, clock)
+        self.serving.sync(weights, self.step, encoded, clock)
         clock.work(self._shapes.config, *rollout.work(), frozen=config.lora.rank > 0)
         metrics |= rollout.metrics() | self.engine.metrics
         if behind:
@@ -576,11 +577,12 @@ class Session:
         rows = min(len(text) if rows is None else rows, len(text))
         batch_size = -(-min(batch_size, rows) // batch_shards(self.mesh)) * batch_shards(self.mesh)
         config, sums = replace(step_config(self.config, self.recipe), **_LIKELIHOOD), []
+        weights = self.weights
         for start in range(0, rows, batch_size):
             some = np.arange(start, start + batch_size)
             # empty ones behind the last, so that one compiled program serves all
             part = text.rows(np.where(some < rows, some, len(text)))
-            found = text_loss(self.weights, to_global(part, batch_sharding(self.mesh)), config)
+            found = text_loss(weights, to_global(part, batch_sharding(self.mesh)), config)
             sums.append(np.sum(np.asarray(to_host(found), np.float64), axis=1))
         total, count = np.sum(sums, axis=0)
         return float(total / count) if count else math.nan, int(count)
@@ -649,7 +651,7 @@ class Session:
             )
         n, found = len(completions) // len(prompts), []
         width = bucket(max(map(len, completions)), 2)
-        config = step_config(self.config, self.recipe)
+        config, weights = step_config(self.config, self.recipe), self.weights
         if temperature is not None:
             config = replace(config, temperature=temperature)
         for start in range(0, len(prompts), batch_size):
@@ -657,7 +659,7 @@ class Session:
             encoded, _ = self.encode(prompts[start : start + batch_size])
             tokens, mask = self.encoder.answers(some, len(encoded.lengths) * n, width)
             batch = self._given(encoded, tokens, mask)
-            values = to_host(batch_logprobs(self.weights, batch, config))
+            values = to_host(batch_logprobs(weights, batch, config))
             found += [values[row, : len(completion)] for row, completion in enumerate(some)]
         return found
 

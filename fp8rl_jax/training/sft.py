@@ -26,6 +26,7 @@ from fp8rl_jax.training.evaluation import evaluate_held_out
 from fp8rl_jax.training.loop import Loop, refuse_taken
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.record import owned
+from fp8rl_jax.training.session import Session
 from fp8rl_jax.training.setup import Setup, announce, reward_pool
 from fp8rl_jax.training.text import Text
 from fp8rl_jax.training.tracking import JsonLines
@@ -152,14 +153,27 @@ def answers_loss(setup: Setup) -> dict[str, float]:
         nothing where problems have no answers.
     """
     assert isinstance(setup.held_out, Dataset)
-    config, session = setup.config.evaluation, setup.session
+    config = setup.config.evaluation
     examples = [x for x in setup.held_out.examples[: config.examples] if x.target]
     if not examples:
         return {}
-    targets = [session.encoder.target(example) for example in examples]
-    found = session.logprobs(examples, targets, config.batch_size, temperature=1.0)
-    loss = -float(np.concatenate(found).mean(dtype=np.float64))
+    loss = mean_loss(setup.session, examples, config.batch_size)
     return {"eval/loss": loss, "eval/perplexity": perplexity(loss)}
+
+
+def mean_loss(session: Session, examples: Sequence[Example], batch_size: int) -> float:
+    """Compute the mean negative log-likelihood of answers, in nats a token.
+
+    In the trainer's formats, at temperature 1.
+
+    Args:
+        session: its weights are measured.
+        examples: at least one, each with an answer.
+        batch_size: problems computed at one time.
+    """
+    targets = [session.encoder.target(example) for example in examples]
+    found = session.logprobs(examples, targets, batch_size, temperature=1.0)
+    return -float(np.concatenate(found).mean(dtype=np.float64))
 
 
 class TextLoop(SupervisedLoop):

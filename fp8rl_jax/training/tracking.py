@@ -74,7 +74,7 @@ class JsonLines:
         Raises:
             UserError: the disk is full, or the file cannot be written for another reason.
         """
-        lines = [json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) for row in rows]
+        lines = [json.dumps(as_json(row), ensure_ascii=False, allow_nan=False) for row in rows]
         data = "".join(f"{line}\n" for line in lines).encode()
         with _faults_named(self._path):
             while data:
@@ -252,13 +252,13 @@ def _divided(path: Path, step: int) -> tuple[list[bytes], list[bytes]]:
     return kept, replaced
 
 
-def _plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """JSON's own types: scalars of NumPy and JAX become numbers, and what is not finite becomes
     None."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [as_json(item) for item in value]
     if value is None or isinstance(value, str | bool | int):
         return value
     number = float(value)

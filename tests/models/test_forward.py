@@ -80,6 +80,20 @@ def logits(policy: Policy, hidden) -> np.ndarray:
     return np.asarray(hidden, np.float64) @ np.asarray(policy.head, np.float64).T
 
 
+TOKENS = [5, 17, 3, 39, 0, 22, 8, 31, 14, 2, 27, 11]
+"""Of which transformers computed the logits that `check_logits` is given."""
+
+
+def check_logits(config: PolicyConfig, expected, atol: float, of_reference: float) -> None:
+    """Whether the policy's logits of the first 8 tokens of the vocabulary behind tokens 5 and 12 of
+    TOKENS are those expected, [2, 8], and the float64 reference's are, each within its bound."""
+    policy, weights = policy_and_weights(config)
+    ours = logits(policy, run(policy, np.array([TOKENS], np.int32)).hidden)[0]
+    np.testing.assert_allclose(ours[[4, 11], :8], expected, atol=atol)
+    found = reference.logits(config, weights, TOKENS)[[4, 11], :8]
+    np.testing.assert_allclose(found, expected, atol=of_reference)
+
+
 def random_tokens(config: PolicyConfig, *shape: int, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, config.vocab_size, shape, dtype=np.int32)
 

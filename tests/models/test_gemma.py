@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_llama as reference
-from test_forward import SMALL_GEMMA, policy_and_weights, run
+from test_forward import SMALL_GEMMA, check_logits, logits, policy_and_weights, run
 from tiny_models import GEMMA, QWEN3
 
 from fp8rl_jax.config.recipe import RECIPES, Recipe
@@ -28,9 +28,8 @@ from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs
 from fp8rl_jax.weights.hf_config import config_json, parse_config
 
 # Logits of Gemma3ForCausalLM in float64 with the weights reference.random_weights(GEMMA), for the
-# first 8 tokens of the vocabulary behind tokens 5 and 12. transformers 4.57.3 and 5.23.0 with torch
-# 2.13.0 agree on all digits.
-TOKENS = [5, 17, 3, 39, 0, 22, 8, 31, 14, 2, 27, 11]
+# first 8 tokens of the vocabulary behind tokens 5 and 12 of TOKENS. transformers 4.57.3 and 5.23.0
+# with torch 2.13.0 agree on all digits.
 HUGGING_FACE = [
     [2.634842, 0.483971, -0.972059, 0.711061, -1.330252, -1.626682, -1.030568, -0.251354],
     [0.526337, -1.692136, -0.055588, 0.387123, -0.59242, 0.214781, 0.896457, -0.811172],
@@ -77,13 +76,7 @@ def parse(**changes) -> PolicyConfig:
 
 
 def test_logits_are_those_of_transformers():
-    policy, weights = policy_and_weights(GEMMA)
-    hidden = run(policy, np.array([TOKENS], np.int32)).hidden[0]
-    ours = np.asarray(hidden, np.float64) @ np.asarray(policy.head, np.float64).T
-    np.testing.assert_allclose(ours[[4, 11], :8], HUGGING_FACE, atol=2e-5)
-    np.testing.assert_allclose(
-        reference.logits(GEMMA, weights, TOKENS)[[4, 11], :8], HUGGING_FACE, atol=1e-6
-    )
+    check_logits(GEMMA, HUGGING_FACE, atol=2e-5, of_reference=1e-6)
 
 
 def test_embeddings_are_scaled_in_the_compute_dtype():
@@ -268,10 +261,9 @@ def logprobs_of_full_forwards(engine, rollout) -> np.ndarray:
     rows = np.zeros((len(tokens), PROMPTS.tokens.shape[1] + tokens.shape[1]), np.int32)
     for row, (start, completion) in enumerate(zip(lengths, tokens, strict=True)):
         rows[row, : start + len(completion)] = [*PROMPTS.tokens[row // 2, :start], *completion]
-    result = run(engine.policy, rows)
-    logits = np.asarray(result.hidden, np.float64) @ np.asarray(engine.policy.head, np.float64).T
+    found = logits(engine.policy, run(engine.policy, rows).hidden)
     columns = lengths[:, None] - 1 + np.arange(tokens.shape[1])
-    table = reference.log_softmax(np.take_along_axis(logits, columns[..., None], 1))
+    table = reference.log_softmax(np.take_along_axis(found, columns[..., None], 1))
     return np.take_along_axis(table, tokens[..., None], -1)[..., 0]
 
 

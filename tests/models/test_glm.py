@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference_llama as reference
 import safetensors.numpy
-from test_forward import policy_and_weights, run
+from test_forward import TOKENS, check_logits, policy_and_weights
 from test_gemma import PROMPTS, check_followed, trainer_logprobs
 from tiny_models import GLM, MOE, random_tensors, write_model
 
@@ -33,8 +32,8 @@ from fp8rl_jax.weights.hf_config import config_json, parse_config
 from fp8rl_jax.weights.load import load_policy, save_policy
 
 # Logits in float64 (the router's in float32) with the weights reference.random_weights(config), for
-# the first 8 tokens of the vocabulary behind tokens 5 and 12: transformers 5.24.0, torch 2.13.0.
-TOKENS = [5, 17, 3, 39, 0, 22, 8, 31, 14, 2, 27, 11]
+# the first 8 tokens of the vocabulary behind tokens 5 and 12 of TOKENS: transformers 5.24.0, torch
+# 2.13.0.
 GLM4_MOE = [
     [-1.479108, 0.899443, 1.409688, 1.64725, -0.585274, 0.631803, 0.759691, 0.309345],
     [2.787467, 0.677155, 1.528732, 0.226128, -0.181467, 0.795325, 1.458267, 1.346297],
@@ -65,12 +64,7 @@ def test_logits_are_those_of_transformers(monkeypatch):
     )
     monkeypatch.setitem(FAMILIES, "dots1", row)
     for config, expected in ((GLM, GLM4_MOE), (dots(), DOTS1)):
-        policy, weights = policy_and_weights(config)
-        hidden = run(policy, np.array([TOKENS], np.int32)).hidden[0]
-        ours = np.asarray(hidden, np.float64) @ np.asarray(policy.head, np.float64).T
-        np.testing.assert_allclose(ours[[4, 11], :8], expected, atol=3e-5)
-        found = reference.logits(config, weights, TOKENS)[[4, 11], :8]
-        np.testing.assert_allclose(found, expected, atol=2e-6)
+        check_logits(config, expected, atol=3e-5, of_reference=2e-6)
         assert parse_config(config_json(config), "config.json") == config
 
 
