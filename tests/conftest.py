@@ -20,7 +20,9 @@ sys.path.insert(0, str(ROOT))
 # Set before JAX is imported, and in the environment, so that the processes that tests start have
 # them too.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+PROGRAMS = Path(os.environ.get("FP8RL_TEST_CACHE") or Path.home() / ".cache" / "fp8rl" / "tests")
+"""Compiled programs, which all clones share."""
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(PROGRAMS))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
@@ -57,6 +59,19 @@ IN_PROCESS = ("rollout/test_vllm_in_process.py",)
 gc.set_threshold(50_000, 20, 100)
 
 jaxtyping.install_import_hook(["fp8rl_jax", "pallas_kernels"], "shape_checks.check")
+
+
+def pytest_sessionfinish(session: pytest.Session):
+    """Keeps the programs of the newest 2 GB: those of an older code are never asked for again."""
+    if hasattr(session.config, "workerinput") or not PROGRAMS.is_dir():
+        return
+    kept = 0
+    with os.scandir(PROGRAMS) as entries:
+        sizes = sorted((-e.stat().st_mtime, e.stat().st_size, e.path) for e in entries)
+    for _, size, path in sizes:
+        kept += size
+        if kept > 2e9:
+            Path(path).unlink(missing_ok=True)
 
 
 @pytest.hookimpl(tryfirst=True)

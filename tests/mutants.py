@@ -1811,12 +1811,11 @@ def pytest(tests: Sequence[str], tree: Path, **environment: str) -> tuple[int, s
     for words in keywords:
         command += ["-k", words]
     flags = f"{UNOPTIMIZED} {os.environ.get('XLA_FLAGS', '').replace(UNOPTIMIZED, '')}".strip()
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax")} | dict(os.environ)
     try:
         done = subprocess.run(
             command,
             cwd=tree,
-            env=cache | {"PYTHONPATH": str(tree), "XLA_FLAGS": flags} | environment,
+            env=dict(os.environ) | {"PYTHONPATH": str(tree), "XLA_FLAGS": flags} | environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
