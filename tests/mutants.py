@@ -1112,6 +1112,21 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
+        "training/adapters.py",
+        "training/test_lora_run.py",
+        ("norms-frozen", ") | norms_of(policy, lora)", ")", "norms_are_trained"),
+    ),
+    *of(
+        "weights/peft_format.py",
+        "weights/test_peft_format.py",
+        (
+            "every-norm-saved",
+            'f"model.{name}" if name == FINAL_NORM else name',
+            "name",
+            "modules_to_save",
+        ),
+    ),
+    *of(
         "training/source.py",
         "training/test_stored_base.py",
         ("base-anew", "held=_held(config, directory)", "held={}", "own_codes"),

@@ -186,7 +186,8 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters on a frozen base; with rank 0 all parameters are trained."""
+    """Low-rank adapters on a frozen base, and norms that are trained in full beside them; with rank
+    0 all parameters are trained."""
 
     rank: int = 0
     """Rank of every adapter; 0: no adapters, all parameters are trained."""
@@ -197,14 +198,18 @@ class LoraConfig:
     targets: tuple[str, ...] = ("*_proj",)
     """Shell patterns over linear names (layers.3.q_proj, layers.3.experts.up_proj) of what gets an
     adapter; a linear gets one in all layers that have it or in none."""
+    norms: tuple[str, ...] = ()
+    """Shell patterns over the names of RMSNorms (input_layernorm, q_norm; norm is the one behind
+    the last layer) of what is trained in full beside the adapters, in all layers that have it.
+    QeRL's are input_layernorm and post_attention_layernorm."""
     base: Literal["compute", "rollout"] = "compute"
     """Format of the frozen weights: the compute dtype, quantized once for the rollout where the
     recipe says so, and at every update where its trainer computes in FP8; or the recipe's rollout
     weight format on both sides, one copy that the trainer, too, computes with; a checkpoint in that
     format keeps its own codes."""
     path: str = ""
-    """Adapter in PEFT's form (a directory) to start from; its rank, alpha and targets must be
-    these. Empty: A random, B zero."""
+    """Adapter in PEFT's form (a directory) to start from; its rank, alpha, targets and norms must
+    be these. Empty: A random, B zero, norms as the model has them."""
 
     @property
     def scale(self) -> float:

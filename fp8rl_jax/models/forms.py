@@ -32,7 +32,7 @@ from jaxtyping import Array, Bool, Float
 from fp8rl_jax.config.recipe import LinearPrecision, Recipe
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.lora import Adapted, Adapters, unstack_adapters
+from fp8rl_jax.models.lora import Adapted, Adapters, UnstackedAdapters, unstack_adapters
 from fp8rl_jax.models.policy import (
     Layer,
     Policy,
@@ -188,8 +188,9 @@ def rollout_adapters(
     dtype: jnp.dtype,
     unroll: bool,
     rounding: Rounding = "nearest",
-) -> Adapters | list[Adapters]:
-    """Make the rollout's form of adapters: the compute dtype, laid out like the layers."""
+) -> Adapters | UnstackedAdapters:
+    """Make the rollout's form of what is trained beside a base: the compute dtype, laid out like
+    the layers."""
     served = jax.tree.map(lambda x: to_compute(x, dtype, rounding), adapters)
     return unstack_adapters(served, config) if unroll else served
 

@@ -1,15 +1,17 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): a policy in two parts, the base that is frozen and
-the adapters that are trained.
+the adapters that are trained, with norms that are trained in full beside them.
 
 An adapted linear is one more type of weight: its container holds the base's and the adapter's, and
-its `value` is an `AdaptedWeight`, so that forward, sharding and sync go on as they are. What a
-trainer differentiates, and keeps moments of, is `split(policy)[0]`; without adapters that is the
-policy itself, so trainers ask nothing else.
+its `value` is an `AdaptedWeight`, so that forward, sharding and sync go on as they are. A norm that
+is trained is a `TrainedWeight`, which the base then has not. What a trainer differentiates, and
+keeps moments of, is `split(policy)[0]`; without adapters that is the policy itself, so trainers ask
+nothing else.
 """
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +27,11 @@ from fp8rl_jax.models.policy import (
     Policy,
     Weight,
     WeightRuns,
+    changed_policy,
     linear_names,
     tensor_specs,
-    with_layers,
 )
-from fp8rl_jax.models.tensors import stack_of
+from fp8rl_jax.models.tensors import of_kind, stack_of
 from fp8rl_jax.precision import AdaptedWeight, QTensor, dequantize
 
 
@@ -55,9 +57,19 @@ class Adapted(nnx.Module):
         )
 
 
-Adapters = dict[str, Adapter]
-"""By tensor name ("q_proj", "experts.up_proj"), layers stacked."""
+class TrainedWeight(Weight):
+    """A weight that is trained in full beside the adapters; stands where the policy had it."""
+
+
+Adapters = dict[str, Adapter | TrainedWeight]
+"""What is trained beside a frozen base, by tensor name, layers stacked: adapters of linears
+("q_proj", "experts.up_proj"), and norms ("input_layernorm", and "norm", the one behind the last
+layer, which has no layers)."""
 Trained = Policy | Adapters
+UnstackedAdapters = dict[str, Any]
+"""Beside a base whose layers are unrolled: a list of the layers that have the tensor; of the last
+norm itself."""
+FINAL_NORM = "norm"
 
 
 def adapted_tensors(config: PolicyConfig, lora: LoraConfig) -> tuple[str, ...]:
@@ -108,9 +120,29 @@ def adapted_tensors(config: PolicyConfig, lora: LoraConfig) -> tuple[str, ...]:
     )
 
 
+def trained_norms(config: PolicyConfig, lora: LoraConfig) -> tuple[str, ...]:
+    """Name the norms that are trained in full ("input_layernorm", "norm"), in the order of
+    `tensor_specs`.
+
+    Raises:
+        UserError: a pattern that matches no norm of the model.
+    """
+    names = [name.removeprefix("layers.") for name in tensor_specs(config)]
+    norms = [name for name in names if name in (*of_kind("norm"), FINAL_NORM)]
+    for pattern in lora.norms:
+        if not any(fnmatchcase(name, pattern) for name in norms):
+            raise UserError(
+                f"lora.norms: {pattern!r} matches no norm of the model, which has "
+                f"{', '.join(norms)}"
+            )
+    return tuple(
+        name for name in norms if any(fnmatchcase(name, pattern) for pattern in lora.norms)
+    )
+
+
 def build_adapters(config: PolicyConfig, lora: LoraConfig, factors) -> Adapters:
     """Build adapters of what `factors(name, shape of a, shape of b)` gives for each tensor."""
-    adapters = {}
+    adapters: Adapters = {}
     for name in adapted_tensors(config, lora):
         (*stack, out, inner), (*leading, rows, columns) = tensor_specs(config)[f"layers.{name}"]
         a, b = factors(name, (*stack, lora.rank, inner), (*stack, out, lora.rank))
@@ -140,6 +172,33 @@ def init_adapters(config: PolicyConfig, lora: LoraConfig, key: Key[Array, ""]) -
     return build_adapters(config, lora, factors)
 
 
+def build_norms(config: PolicyConfig, lora: LoraConfig, value) -> Adapters:
+    """Build the norms that are trained in full of what `value(name, shape)` gives for each.
+
+    Raises:
+        UserError: as `trained_norms`.
+    """
+    specs = tensor_specs(config)
+    norms: Adapters = {}
+    for name in trained_norms(config, lora):
+        shape, axes = specs[name if name == FINAL_NORM else f"layers.{name}"]
+        norms[name] = TrainedWeight(value(name, shape), axes)
+    return norms
+
+
+def norms_of(policy: Policy, lora: LoraConfig) -> Adapters:
+    """Take the norms that are trained in full out of a policy; nothing is copied.
+
+    Args:
+        policy: layers stacked.
+
+    Raises:
+        UserError: as `trained_norms`.
+    """
+    tensors = policy.stack.tensors() | {FINAL_NORM: policy.norm}
+    return build_norms(policy.config, lora, lambda name, shape: tensors[name].value)
+
+
 def has_adapters(policy: Policy) -> bool:
     """Tell whether any linear has an adapter; layers stacked or unrolled."""
     layers = [policy.layers] if isinstance(policy.layers, Layer) else policy.layers
@@ -157,46 +216,68 @@ def split(policy: Policy) -> tuple[Trained, Policy | None]:
         policy: layers stacked.
     """
     tensors = policy.stack.tensors()
-    adapters = {
-        name: weight.adapter for name, weight in tensors.items() if isinstance(weight, Adapted)
+    adapters: Adapters = {
+        name: getattr(weight, "adapter", weight)
+        for name, weight in tensors.items()
+        if isinstance(weight, Adapted | TrainedWeight)
     }
     if not adapters:
         return policy, None
-    return adapters, with_layers(
-        policy, Layer({name: getattr(weight, "base", weight) for name, weight in tensors.items()})
-    )
+    frozen = {
+        name: getattr(weight, "base", weight)
+        for name, weight in tensors.items()
+        if not isinstance(weight, TrainedWeight)
+    }
+    norm: Weight | None = policy.norm
+    if isinstance(norm, TrainedWeight):
+        adapters[FINAL_NORM], norm = norm, None
+    return adapters, changed_policy(policy, layers=Layer(frozen), norm=norm)
 
 
-def join(trained: Trained | list[Adapters], frozen: Policy | None) -> Policy:
+def join(trained: Trained | UnstackedAdapters, frozen: Policy | None) -> Policy:
     """Join what `split` returned.
 
-    For a base whose layers are unrolled, the adapters are a list of each layer's.
+    Args:
+        trained: where the layers of `frozen` are unrolled, as `unstack_adapters` gives it.
+        frozen: with a norm that is trained, too, or without it.
     """
     if frozen is None:
         assert isinstance(trained, Policy)
         return trained
+    assert isinstance(trained, dict)
+    own: UnstackedAdapters = dict(trained)
+    norm = own.pop(FINAL_NORM, frozen.norm)
 
     def attach(layer: Layer, adapters: Adapters) -> Layer:
         tensors = layer.tensors()
         return Layer(
-            tensors | {name: Adapted(tensors[name], adapter) for name, adapter in adapters.items()}
+            tensors
+            | {
+                name: part if isinstance(part, TrainedWeight) else Adapted(tensors[name], part)
+                for name, part in adapters.items()
+            }
         )
 
     if isinstance(frozen.layers, Layer):
-        assert isinstance(trained, dict)
-        return with_layers(frozen, attach(frozen.layers, trained))
-    assert isinstance(trained, list)
-    layers = [attach(*pair) for pair in zip(frozen.layers, trained, strict=True)]
-    return with_layers(frozen, nnx.List(layers))
+        return changed_policy(frozen, layers=attach(frozen.layers, own), norm=norm)
+    parts: list[Adapters] = [{} for _ in frozen.layers]
+    for name, stack in own.items():
+        for layer, part in zip(stack_of(frozen.config, name), stack, strict=True):
+            parts[layer][name] = part
+    layers = [attach(*pair) for pair in zip(frozen.layers, parts, strict=True)]
+    return changed_policy(frozen, layers=nnx.List(layers), norm=norm)
 
 
-def unstack_adapters(adapters: Adapters, config: PolicyConfig) -> list[Adapters]:
-    """List the adapters of each layer, as `join` takes them for an unrolled base."""
-    layers: list[Adapters] = [{} for _ in range(config.num_layers)]
-    for name, adapter in adapters.items():
-        for place, layer in enumerate(stack_of(config, name)):
-            layers[layer][name] = jax.tree.map(lambda x, place=place: x[place], adapter)
-    return layers
+def unstack_adapters(adapters: Adapters, config: PolicyConfig) -> UnstackedAdapters:
+    """Cut stacks into those of single layers, as `join` takes them for an unrolled base."""
+
+    def single(name: str, stack: Adapter | TrainedWeight) -> Any:
+        if name == FINAL_NORM:
+            return stack
+        count = len(stack_of(config, name))
+        return [jax.tree.map(lambda x, i=i: x[i], stack) for i in range(count)]
+
+    return {name: single(name, stack) for name, stack in adapters.items()}
 
 
 def merge(policy: Policy) -> Policy:
@@ -205,7 +286,8 @@ def merge(policy: Policy) -> Policy:
     base + scale * b a is computed in float64 and rounded to float32.
 
     An FP8 base is what the adapters were trained on, so it is that base, dequantized, that they are
-    added to. A policy without adapters and quantized weights comes back as it is.
+    added to. A norm that was trained takes its place. A policy without adapters and quantized
+    weights comes back as it is.
 
     Args:
         policy: layers stacked, every shard addressable by this process.
@@ -220,6 +302,8 @@ def merge(policy: Policy) -> Policy:
         )
 
     def plain(name: str, weight: Weight | WeightRuns | Adapted) -> Weight:
+        if isinstance(weight, TrainedWeight):
+            return Weight(weight.value, weight.axes)
         value = unpacked(weight.base if isinstance(weight, Adapted) else weight)
         if isinstance(weight, Adapted):
             value = _add(
@@ -234,9 +318,15 @@ def merge(policy: Policy) -> Policy:
     changed = {
         name: plain(name, weight)
         for name, weight in tensors.items()
-        if isinstance(weight, Adapted | WeightRuns) or isinstance(weight.value, QTensor)
+        if isinstance(weight, Adapted | TrainedWeight | WeightRuns)
+        or isinstance(weight.value, QTensor)
     }
-    return with_layers(policy, Layer(tensors | changed)) if changed else policy
+    norm = policy.norm
+    if isinstance(norm, TrainedWeight):
+        norm = Weight(norm.value, norm.axes)
+    elif not changed:
+        return policy
+    return changed_policy(policy, layers=Layer(tensors | changed), norm=norm)
 
 
 def _add(base: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from fp8rl_jax.models.lora import Adapted, merge, split
+from fp8rl_jax.models.lora import Adapted, TrainedWeight, merge, split
 from fp8rl_jax.models.policy import Layer, Policy, WeightRuns
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.precision import Blocks, QTensor, QuantizedWeight
@@ -221,6 +221,8 @@ def _pieces(policy: Policy, merged: bool = False) -> dict[str, list[Any]]:
         merged: the bases of adapters, not the adapters.
     """
     found: dict[str, list[Any]] = {}
+    trained: set[str] = set()
+    """Beside a base that is frozen."""
     layers = [policy.layers] if isinstance(policy.layers, Layer) else policy.layers
     tensors = [pair for layer in layers for pair in layer.tensors().items()]
     for name, weight in tensors:
@@ -230,15 +232,17 @@ def _pieces(policy: Policy, merged: bool = False) -> dict[str, list[Any]]:
             parts = {f"{name}.a": [weight.adapter.a], f"{name}.b": [weight.adapter.b]}
         else:
             parts = {name: weight.parts if isinstance(weight, WeightRuns) else [weight]}
+        if isinstance(weight, Adapted | TrainedWeight):
+            trained.update(parts)
         for key, several in parts.items():
             values = [_bare(part.value) for part in several]
             found.setdefault(key, []).extend(values if policy.stacked else map(_one, values))
-    if not merged and any(isinstance(weight, Adapted) for _, weight in tensors):
-        return {key: values for key, values in found.items() if key.endswith((".a", ".b"))}
     whole = {"embed_tokens": policy.embed_tokens, "norm": policy.norm, "lm_head": policy.lm_head}
-    return found | {
-        key: [_one(weight.value)] for key, weight in whole.items() if weight is not None
-    }
+    trained.update(name for name, weight in whole.items() if isinstance(weight, TrainedWeight))
+    found |= {key: [_one(weight.value)] for key, weight in whole.items() if weight is not None}
+    if merged or not trained:
+        return found
+    return {key: values for key, values in found.items() if key in trained}
 
 
 def _bare(value: Any) -> Array | QTensor:

@@ -1,7 +1,7 @@
 """LoRA in a run: from a loaded model to an adapted policy, and what a checkpoint holds of it.
 
-The base never changes, so a checkpoint has the adapters, their moments, and checksums of the
-base: a few megabytes, and a run that is resumed on another base is refused instead of going on as a
+The base never changes, so a checkpoint has what is trained, its moments, and checksums of the base:
+a few megabytes, and a run that is resumed on another base is refused instead of going on as a
 different policy.
 """
 
@@ -19,7 +19,7 @@ from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.forms import quantized_base
-from fp8rl_jax.models.lora import init_adapters, join, split
+from fp8rl_jax.models.lora import init_adapters, join, norms_of, split
 from fp8rl_jax.models.policy import Policy, cast
 from fp8rl_jax.parallel import checksums, to_host
 from fp8rl_jax.precision import describe
@@ -28,7 +28,8 @@ from fp8rl_jax.weights.peft_format import load_adapters
 
 
 def adapt(policy: Policy, config: RunConfig, recipe: Recipe) -> Policy:
-    """Freeze a policy's weights in `lora.base`'s format, with adapters beside them.
+    """Freeze a policy's weights in `lora.base`'s format, with adapters beside them, and norms that
+    are trained in full (`lora.norms`).
 
     The policy as it is where the rank is 0.
 
@@ -37,8 +38,8 @@ def adapt(policy: Policy, config: RunConfig, recipe: Recipe) -> Policy:
         recipe: the run's; with `lora.base` "rollout" the base takes its rollout weight format.
 
     Raises:
-        UserError: targets or a rank that the model cannot have, an adapter file that does not fit,
-            or one base for two sides whose weight formats differ.
+        UserError: targets, norms or a rank that the model cannot have, an adapter file that does
+            not fit, or one base for two sides whose weight formats differ.
     """
     lora, dtype = config.lora, jnp.dtype(config.compute_dtype)
     if lora.rank == 0:
@@ -48,7 +49,7 @@ def adapt(policy: Policy, config: RunConfig, recipe: Recipe) -> Policy:
     else:  # of the seed's keys, 0 and 1 are the rollout's and the evaluation's
         adapters = init_adapters(
             policy.config, lora, jax.random.fold_in(jax.random.key(config.seed), 2)
-        )
+        ) | norms_of(policy, lora)
     if lora.base == "compute":
         return join(adapters, jax.jit(cast, static_argnums=1)(policy, dtype))
     for variant in recipe.variants:

@@ -1,7 +1,9 @@
 """Adapters to and from PEFT's files, adapter_config.json and adapter_model.safetensors.
 
 A linear's two tensors are `base_model.model.<its Hugging Face module>.lora_A.weight` [rank, in] and
-`.lora_B.weight` [out, rank], one pair a layer and expert. Written and read like files of peft 0.21.
+`.lora_B.weight` [out, rank], one pair a layer and expert. A norm that is trained in full is one of
+PEFT's modules_to_save, `base_model.model.<its module>.weight` as it is. Written and read like files
+of peft 0.21.
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ from fp8rl_jax.config.training import LoraConfig
 from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.json_fields import Fields, read_json
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.lora import Adapters, adapted_tensors, build_adapters
+from fp8rl_jax.models.lora import (
+    FINAL_NORM,
+    Adapters,
+    TrainedWeight,
+    adapted_tensors,
+    build_adapters,
+    build_norms,
+    trained_norms,
+)
 from fp8rl_jax.weights.hf_names import hf_tensors
 from fp8rl_jax.weights.safetensors_io import count_non_finite, read_safetensors, write_safetensors
 
@@ -40,7 +50,8 @@ def save_adapters(
     """Write the adapters as a PEFT directory, float32; a failure leaves an earlier one as it was.
 
     Args:
-        adapters: layers stacked, every shard addressable by this process.
+        adapters: and norms that are trained in full; layers stacked, every shard addressable by
+            this process.
         directory: made when it isn't there.
         config: of the base.
         lora: its rank, alpha and scaling.
@@ -55,17 +66,22 @@ def save_adapters(
     """
     directory, tensors = Path(directory), {}
     for name, path, index in _places(config, tuple(adapters)):
-        for letter, weight in (("A", adapters[path].a), ("B", adapters[path].b)):
-            tensors[f"{name}.lora_{letter}.weight"] = np.asarray(weight.value)[index].astype(
-                np.float32
-            )
+        part = adapters[path]
+        weights = (
+            {"": part}
+            if isinstance(part, TrainedWeight)
+            else {".lora_A": part.a, ".lora_B": part.b}
+        )
+        for suffix, weight in weights.items():
+            stack = np.asarray(weight.value)
+            tensors[f"{name}{suffix}.weight"] = stack[index].astype(np.float32)
     if bad := [name for name, tensor in tensors.items() if count_non_finite(tensor)]:
         raise UserError(f"{directory}: not written; tensors hold non-finite values: {listing(bad)}")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export-", dir=directory) as staging:
             write_safetensors(Path(staging) / _WEIGHTS_FILE, tensors)
-            text = json.dumps(_peft_config(config, lora, tuple(adapters), base), indent=2)
+            text = json.dumps(_peft_config(config, lora, adapters, base), indent=2)
             (Path(staging) / _CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
             for name in (_WEIGHTS_FILE, _CONFIG_FILE):
                 os.replace(Path(staging) / name, directory / name)
@@ -77,7 +93,7 @@ def save_adapters(
 
 
 def load_adapters(directory: str | Path, config: PolicyConfig, lora: LoraConfig) -> Adapters:
-    """Read the adapters of a PEFT directory, as float32.
+    """Read the adapters of a PEFT directory, and norms beside them, as float32.
 
     Args:
         config: of the base.
@@ -85,16 +101,16 @@ def load_adapters(directory: str | Path, config: PolicyConfig, lora: LoraConfig)
 
     Raises:
         UserError: files that are missing or damaged; another rank, alpha, scaling or set of linears
-            than `lora` says; a kind of adapter other than plain LoRA.
+            and norms than `lora` says; a kind of adapter other than plain LoRA.
     """
     directory = Path(directory)
     _check_config(directory / _CONFIG_FILE, lora)
     file, prefix = directory / _WEIGHTS_FILE, "base_model.model."
     tensors = dict(read_safetensors(file))
-    chosen = adapted_tensors(config, lora)
+    adapted, norms = adapted_tensors(config, lora), trained_norms(config, lora)
     expected = {
-        f"{name}.lora_{letter}.weight" for name, *_ in _places(config, chosen) for letter in "AB"
-    }
+        f"{name}.lora_{letter}.weight" for name, *_ in _places(config, adapted) for letter in "AB"
+    } | {f"{name}.weight" for name, *_ in _places(config, norms)}
     for what, names in (
         ("missing", expected - tensors.keys()),
         ("unexpected", tensors.keys() - expected),
@@ -103,19 +119,24 @@ def load_adapters(directory: str | Path, config: PolicyConfig, lora: LoraConfig)
             shown = listing(sorted(name.removeprefix(prefix) for name in names))
             raise UserError(
                 f"{file}: tensors are {what}: {shown}; lora.targets must name the linears that "
-                "the adapter has"
+                "the adapter has, and lora.norms the norms"
             )
 
-    def factors(path: str, *shapes: tuple[int, ...]) -> list[np.ndarray]:
-        stacks = [np.empty(shape, np.float32) for shape in shapes]
+    def read(path: str, end: str, shape: tuple[int, ...]) -> np.ndarray:
+        stack = np.empty(shape, np.float32)
         for name, _, index in _places(config, (path,)):
-            for letter, stack in zip("AB", stacks, strict=True):
-                full = f"{name}.lora_{letter}.weight"
-                _check_tensor(f"{file}: tensor {full}", tensors[full], stack[index].shape)
-                stack[index] = tensors[full]
-        return stacks
+            full = f"{name}{end}"
+            _check_tensor(f"{file}: tensor {full}", tensors[full], stack[index].shape)
+            stack[index] = tensors[full]
+        return stack
 
-    return build_adapters(config, lora, factors)
+    def factors(path: str, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+        ends = (".lora_A.weight", ".lora_B.weight")
+        return [read(path, end, shape) for end, shape in zip(ends, shapes, strict=True)]
+
+    return build_adapters(config, lora, factors) | build_norms(
+        config, lora, lambda path, shape: read(path, ".weight", shape)
+    )
 
 
 def _places(
@@ -141,8 +162,9 @@ def _check_tensor(what: str, tensor: np.ndarray, shape: tuple[int, ...]) -> None
 
 
 def _peft_config(
-    config: PolicyConfig, lora: LoraConfig, names: tuple[str, ...], base: str
+    config: PolicyConfig, lora: LoraConfig, adapters: Adapters, base: str
 ) -> dict[str, Any]:
+    norms = [name for name, part in adapters.items() if isinstance(part, TrainedWeight)]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -151,12 +173,12 @@ def _peft_config(
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "use_rslora": lora.rslora,
         "lora_dropout": 0.0,
-        "target_modules": _target_modules(config, names),
+        "target_modules": _target_modules(config, tuple(adapters.keys() - {*norms})),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "modules_to_save": None,
+        "modules_to_save": _modules_to_save(norms),
         "use_dora": False,
     }
 
@@ -177,6 +199,12 @@ def _target_modules(config: PolicyConfig, names: tuple[str, ...]) -> list[str]:
     return sorted({module if last(module) in others else last(module) for module in adapted})
 
 
+def _modules_to_save(norms: list[str]) -> list[str] | None:
+    """What picks these norms and no others: PEFT takes each module whose name ends so, and the last
+    norm's own word ends the others' names, too."""
+    return [f"model.{name}" if name == FINAL_NORM else name for name in norms] or None
+
+
 def _check_config(path: Path, lora: LoraConfig) -> None:
     """Refuses an adapter that is not the plain LoRA that `lora` describes."""
     data = read_json(path)
@@ -189,7 +217,6 @@ def _check_config(path: Path, lora: LoraConfig) -> None:
         "use_bdlora",
         "lora_bias",
         "fan_in_fan_out",
-        "modules_to_save",
         "rank_pattern",
     )
     plain += (
@@ -202,6 +229,12 @@ def _check_config(path: Path, lora: LoraConfig) -> None:
     if odd := [key for key in plain if data.get(key)]:
         raise UserError(
             f"{path}: {odd[0]} is set; only plain LoRA, of one rank and scale, can be read"
+        )
+    saved = data.get("modules_to_save") or []
+    if bool(saved) != bool(lora.norms):
+        raise UserError(
+            f"lora.norms = {json.dumps(lora.norms)}, but the adapter's modules_to_save are "
+            f"{json.dumps(saved)} ({path}); name the norms that it has"
         )
     if data.get("bias", "none") != "none":
         raise UserError(

@@ -52,6 +52,7 @@ OTHERS = {  # not objectives of their own: what each changes of the demo
         "weight": "nvfp4",
         "rank": 32,
         "lora.base": "rollout",
+        "norms": ["input_layernorm", "post_attention_layernorm"],
         "filter": True,
         "schedule": "cosine",
         "weight_decay": 0.1,

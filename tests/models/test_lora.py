@@ -1,5 +1,5 @@
-"""Adapted policies: what they compute, what is trained of them, what they merge to, and which
-settings are refused."""
+"""Adapted policies and norms that are trained beside adapters: what they compute, what is trained of
+them, what they merge to, and which settings are refused."""
 
 from __future__ import annotations
 
@@ -20,17 +20,22 @@ from fp8rl_jax.models.forms import quantized_base
 from fp8rl_jax.models.lora import (
     adapted_tensors,
     build_adapters,
+    build_norms,
     init_adapters,
     join,
     merge,
+    norms_of,
     split,
+    trained_norms,
     unstack_adapters,
 )
 from fp8rl_jax.models.policy import cast, unstack
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 ATTENTION = LoraConfig(rank=3, alpha=6.0, targets=("*.q_proj", "*.o_proj"))
+WITH_NORMS = LoraConfig(rank=3, alpha=6.0, targets=("*.q_proj", "*.o_proj"), norms=("*norm",))
 CASES = {
+    "qwen3_norms": (QWEN3, WITH_NORMS),
     "llama": (LLAMA, LORA),
     "qwen3_attention": (QWEN3, ATTENTION),
     "moe": (MOE, LORA),
@@ -40,19 +45,24 @@ CASES = {
 
 def random_adapters(config, lora):
     rng = np.random.default_rng(3)
+
+    def drawn(shape):
+        return jnp.asarray(rng.normal(size=shape) / 8, jnp.float32)
+
     return build_adapters(
-        config,
-        lora,
-        lambda name, a, b: [
-            jnp.asarray(rng.normal(size=shape) / 8, jnp.float32) for shape in (a, b)
-        ],
-    )
+        config, lora, lambda name, *shapes: [drawn(shape) for shape in shapes]
+    ) | build_norms(config, lora, lambda name, shape: 1 + drawn(shape))
 
 
 def added_up(weights, adapters):
-    """The float64 weights of the reference with every adapter added: W + scale B A."""
+    """The float64 weights of the reference with every adapter added, W + scale B A, and with the
+    norms that are trained."""
     weights = dict(weights)
     for name, adapter in adapters.items():
+        if name.endswith("norm"):
+            path = "norm.weight" if name == "norm" else f"layers.{name}.weight"
+            weights[path] = np.asarray(adapter.value, np.float64)
+            continue
         b, a = np.asarray(adapter.b.value, np.float64), np.asarray(adapter.a.value, np.float64)
         # alpha / rank = 2
         weights[f"layers.{name}.weight"] = weights[f"layers.{name}.weight"] + 2.0 * b @ a
@@ -74,6 +84,7 @@ def test_logits_equal_the_float64_reference_of_the_added_up_weights(config, lora
     merged = merge(adapted)
     assert split(merged)[1] is None and merged.layers.q_proj.value.dtype == np.float32
     np.testing.assert_allclose(logits(policy, run(merged, tokens).hidden), expected, **TOLERANCE)
+    assert jax.tree.structure(merged) == jax.tree.structure(policy)
     for name, weight in merged.layers.tensors().items():
         np.testing.assert_allclose(
             weight.value, expected_weights[f"layers.{name}.weight"], rtol=1e-6, atol=1e-7
@@ -145,6 +156,37 @@ def test_split_and_join_copy_nothing():
         jax.tree.leaves((trained, frozen)), jax.tree.leaves((adapters, policy)), strict=True
     ):
         assert one is other
+
+
+def test_a_norm_that_is_trained_is_no_part_of_the_base():
+    policy = policy_and_weights(QWEN3)[0]
+    norms = norms_of(policy, WITH_NORMS)
+    names = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "q_norm",
+        "k_norm",
+        "norm",
+    )
+    assert (*norms,) == names == trained_norms(QWEN3, WITH_NORMS)
+    given = init_adapters(QWEN3, ATTENTION, jax.random.key(1)) | norms
+    trained, frozen = split(join(given, policy))
+    assert trained.keys() == given.keys() and frozen.norm is None
+    assert set(policy.layers.tensors()) - set(frozen.layers.tensors()) == {*names} - {"norm"}
+    again = split(join(trained, frozen))
+    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves((trained, frozen)), strict=True):
+        assert one is other
+    assert trained["norm"].value is policy.norm.value
+    count = sum(x.size for x in jax.tree.leaves(policy))
+    whole = sum(x.size for x in jax.tree.leaves((norms, frozen)))
+    assert whole == count
+    # QeRL's two (NVlabs/QeRL at e8c6e79, qerl.py: modules_to_save)
+    two = LoraConfig(rank=2, norms=("input_layernorm", "post_attention_layernorm"))
+    assert trained_norms(LLAMA, two) == two.norms
+    with pytest.raises(
+        UserError, match=r"lora\.norms: 'q_norm' matches no norm .* has input_layer"
+    ):
+        trained_norms(LLAMA, LoraConfig(rank=2, norms=("norm", "q_norm")))
 
 
 def test_an_fp8_base_merges_as_what_it_stands_for():

@@ -14,23 +14,24 @@ from rollout.tiny import CONFIG, full_logits, log_softmax, make_policy, make_pro
 from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.config.training import LoraConfig
 from fp8rl_jax.models.forms import quantized_base
-from fp8rl_jax.models.lora import build_adapters, join, merge, split
+from fp8rl_jax.models.lora import build_adapters, build_norms, join, merge, split
 from fp8rl_jax.precision import QuantizedWeight
 from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampling import Sampling
 
-LORA = LoraConfig(rank=4, alpha=8.0)
+LORA = LoraConfig(rank=4, alpha=8.0, norms=("post_attention_layernorm", "norm"))
 
 
 def adapters(seed: int):
+    """And norms that are trained beside them."""
     rng = np.random.default_rng(seed)
+
+    def drawn(shape):
+        return jnp.asarray(rng.normal(size=shape) * (shape[-1] / 2) ** -0.5, jnp.float32)
+
     return build_adapters(
-        CONFIG,
-        LORA,
-        lambda name, a, b: [
-            jnp.asarray(rng.normal(size=s) * (s[-1] / 2) ** -0.5, jnp.float32) for s in (a, b)
-        ],
-    )
+        CONFIG, LORA, lambda name, *shapes: [drawn(s) for s in shapes]
+    ) | build_norms(CONFIG, LORA, lambda name, shape: 1 + drawn(shape))
 
 
 def frozen(recipe, base: str):
@@ -56,7 +57,8 @@ def test_the_base_is_converted_once_and_the_adapters_at_every_sync(name, base, u
         assert isinstance(layer.up_proj.value.base, QuantizedWeight) == (name == "fp8-rollout")
         assert layer.up_proj.value.a.dtype == jnp.float32
     same = [one is other for one, other in zip(*served, strict=True)]
-    count = len(jax.tree.leaves(adapters(0))) * (CONFIG.num_layers if unroll else 1)
+    in_layers = len(jax.tree.leaves(adapters(0))) - 1  # all but the last norm
+    count = in_layers * (CONFIG.num_layers if unroll else 1) + 1
     assert same.count(False) == count
     fresh = LocalEngine(RECIPES[name], jnp.float32, unroll)
     fresh.sync(join(adapters(1), base))
@@ -78,7 +80,8 @@ def test_a_base_in_the_rollout_s_form_is_served_without_a_copy():
         base = frozen(RECIPES[name], "rollout")
         engine = LocalEngine(RECIPES[name], jnp.float32, unroll=False)
         engine.sync(join(adapters(0), base))
-        shared = zip(jax.tree.leaves(split(engine.policy)[1]), jax.tree.leaves(base), strict=True)
+        mine = split(join(adapters(0), base))[1]  # without the norms that are trained
+        shared = zip(jax.tree.leaves(split(engine.policy)[1]), jax.tree.leaves(mine), strict=True)
         assert all(one is other for one, other in shared) and engine.metrics == {}
 
 

@@ -8,13 +8,17 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from tiny_run import RUN as TINY
 from tiny_run import check_refused, measured, train, write_run
 
+import fp8rl_jax as fp8rl
 from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.cli.main import main
+from fp8rl_jax.config.recipe import recipe as changed_recipe
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.training import LoraConfig
 from fp8rl_jax.models.lora import merge, split
+from fp8rl_jax.training.plan import memory_plan
 from fp8rl_jax.training.setup import build
 from fp8rl_jax.weights.peft_format import load_adapters
 from fp8rl_jax.weights.safetensors_io import read_safetensors
@@ -41,14 +45,23 @@ def check_files(run_file: str, out: Path, *flags: str) -> None:
     that it gives, in the run's float32."""
     start = starting_policy(run_file, *flags)
     first, base = split(start)
-    adapters = load_adapters(out / "adapter", start.config, LoraConfig(rank=8))
+    norms = tuple(name for name in first if name.endswith("norm"))
+    trained = load_adapters(out / "adapter", start.config, LoraConfig(rank=8, norms=norms))
+    adapters = {name: part for name, part in trained.items() if name not in norms}
     written = {
         name: tensor.astype(np.float64)
         for name, tensor in read_safetensors(out / "model" / "model.safetensors").items()
     }
     frozen = merge(base)
-    for name, tensor in (("model.embed_tokens", frozen.embed_tokens), ("model.norm", frozen.norm)):
-        np.testing.assert_array_equal(written[f"{name}.weight"], np.asarray(tensor.value))
+    last = trained["norm"] if "norm" in norms else frozen.norm
+    kept = {"model.embed_tokens": frozen.embed_tokens.value, "model.norm": last.value}
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        weight = trained[name] if name in norms else getattr(frozen.layers, name)
+        kept[f"model.layers.0.{name}"] = weight.value[0]
+    for name, tensor in kept.items():
+        np.testing.assert_array_equal(written[f"{name}.weight"], np.asarray(tensor))
+    for name in norms:
+        assert not np.array_equal(trained[name].value, first[name].value), name
     for name, adapter in adapters.items():
         a, b = np.asarray(adapter.a.value, np.float64), np.asarray(adapter.b.value, np.float64)
         assert np.abs(b).max() > 1e-3 and not np.array_equal(a, first[name].a.value)
@@ -60,7 +73,7 @@ def check_files(run_file: str, out: Path, *flags: str) -> None:
 
 @pytest.mark.slow
 def test_run_and_resume_are_the_same_run_on_an_untouched_base(run_file, tmp_path, capsys):
-    flags = ["--recipe", "fp8-rl", "--lora.base", "rollout"]
+    flags = ["--recipe", "fp8-rl", "--lora.base", "rollout", "--lora.norms", "*_layernorm", "norm"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train(run_file, whole, *flags) == 0
     assert train(run_file, parts, *flags, "--trainer.steps", "2") == 0
@@ -79,7 +92,7 @@ def test_run_and_resume_are_the_same_run_on_an_untouched_base(run_file, tmp_path
     saved = sum(
         file.stat().st_size for file in (whole / "checkpoints" / "3").rglob("*") if file.is_file()
     )
-    trained = 4 * sum(x.size for x in jax.tree.leaves(split(starting_policy(run_file))[0]))
+    trained = 4 * sum(x.size for x in jax.tree.leaves(split(starting_policy(run_file, *flags))[0]))
     assert saved < 3 * trained + 2e5
     capsys.readouterr()
     more = ["--seed", "1", "--trainer.steps", "4", "--resume-changed"]
@@ -145,6 +158,7 @@ def test_supervised_training_of_adapters(run_file, tmp_path, capsys):
     [
         (["--lora.targets", "*.q_proj", "*.w_proj"], "lora.targets: '*.w_proj' matches no linear"),
         (["--lora.targets", "*.router"], "lora.targets: '*.router' matches no linear"),
+        (["--lora.norms", "q_norm"], "lora.norms: 'q_norm' matches no norm of the model"),
         (["--lora.rank", "33"], "lora.rank = 33 is above a side of k_proj [32, 64]"),
         (["--lora.path", "nowhere"], "nowhere/adapter_config.json: cannot be read"),
         (["--lora.rank", "0", "--lora.path", "x"], "lora.path is set but lora.rank is 0"),
@@ -216,3 +230,73 @@ def test_the_plan_counts_what_is_trained(run_file, tmp_path, capsys):
     assert moments == round(2 * 4 * trained / 1e6, 3)
     linears, embedding = 64 * (64 + 32 + 32 + 64 + 96 + 96) + 96 * 64, 264 * 64
     assert 1 < base * 1e6 / (linears + 4 * embedding) < 1.1  # scales and norms are the rest
+
+
+def test_norms_are_trained_in_full_beside_adapters_and_noise_is_on_what_is_served(tmp_path):
+    """QeRL whole: a frozen base of 4 bits, adapters, norms, and noise from the second update on."""
+    policy, tokenizer = fp8rl.byte_policy(**TINY["model"]["init"])
+    settings = {
+        "compute_dtype": "float32",
+        "samples_per_prompt": 4,
+        "max_new_tokens": 6,
+        "learning_rate": 1e-2,
+        "lora.rank": 2,
+        "lora.base": "rollout",
+        "lora.norms": ["*_layernorm", "norm"],
+        "rollout.transform": "fp8rl_jax.rollout.noise:on_norms",
+        "rollout.transform_args": {"start": 0.5, "end": 0.1, "stages": 3},
+        "trainer.steps": 3,
+    }
+    recipe = changed_recipe("w4a16", "qerl", rollout={"weight": "nvfp4"})
+
+    def session_of(**more) -> fp8rl.Session:
+        return fp8rl.Session(policy, tokenizer, recipe, **(settings | more))
+
+    def step(session) -> None:
+        rollout = session.rollout(["ab=", "cde="])
+        session.update(rollout, [text.count("e") + len(text) for text in rollout.texts])
+
+    def norms(policy) -> dict[str, np.ndarray]:
+        found = {"norm": policy.norm.value} | {
+            name: weight.value
+            for name, weight in policy.stack.tensors().items()
+            if name.endswith("norm")
+        }
+        return {name: np.array(value) for name, value in found.items()}
+
+    session = session_of()
+    trained, frozen = split(session.weights)
+    live = memory_plan(policy.config, session.config).always
+    for name, held in (
+        ("masters (float32)", trained),
+        ("optimizer state", session.state.optimizer),
+        ("frozen base", frozen),
+    ):
+        assert live[name] == sum(x.nbytes for x in jax.tree.leaves(held)), name
+    before, base = norms(policy), [np.array(x) for x in jax.tree.leaves(frozen)]
+    step(session)
+    after = norms(session.weights)
+    assert all(np.abs(after[name] - x).max() > 1e-3 for name, x in before.items())
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(split(session.weights)[1]), base)
+    assert {"norm", "input_layernorm", "q_proj.b"} <= session.arrival.keys()
+    # the noise of the second stage is on the served norms, and not on the masters
+    served = session.engine.policy
+    apart = {
+        "norm": served.norm.value - after["norm"],
+        "input_layernorm": served.layers[0].input_layernorm.value - after["input_layernorm"][0],
+    }
+    assert all(0.3 < float(np.std(x)) < 0.7 for x in apart.values())
+    jax.tree.map(np.testing.assert_array_equal, norms(session.policy), after)
+
+    session.checkpoint(tmp_path / "checkpoints")
+    other = session_of()
+    other.restore(tmp_path / "checkpoints")
+    for each in (session, other):
+        step(each)
+    jax.tree.map(np.testing.assert_array_equal, other.weights, session.weights)
+
+    written = session.save(tmp_path / "out")
+    merged, _ = fp8rl.load(written)
+    jax.tree.map(np.testing.assert_array_equal, norms(merged), norms(session.weights))
+    again = session_of(**{"lora.path": str(written / "adapter")})
+    jax.tree.map(np.testing.assert_array_equal, again.weights, session.weights)

@@ -230,6 +230,12 @@ def test_qwen3_8b_in_bytes_by_hand():
         and adapted.always["optimizer state"] == 8 * adapters + 8
     )
     assert adapted.always["frozen base"] == 2 * count
+    # two of a layer and the last one leave the base
+    lora = LoraConfig(rank=8, norms=("*_layernorm", "norm"))
+    beside, trained = memory_plan(QWEN3_8B, replace(config, lora=lora)).always, 73 * 4096
+    assert beside["masters (float32)"] == 4 * (adapters + trained)
+    assert beside["optimizer state"] == 8 * (adapters + trained) + 8
+    assert beside["frozen base"] == 2 * (count - trained)
     assert set(plan.phases) == set(PHASES) and plan.peak == max(
         plan.needs(phase) for phase in PHASES
     )

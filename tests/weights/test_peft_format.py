@@ -15,7 +15,7 @@ from tiny_models import MOE, QWEN3
 
 from fp8rl_jax.config.training import LoraConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.models.lora import build_adapters
+from fp8rl_jax.models.lora import build_adapters, build_norms
 from fp8rl_jax.weights.peft_format import load_adapters, save_adapters
 
 LORA = LoraConfig(rank=3, alpha=6.0, targets=("*.q_proj", "*.down_proj"))
@@ -36,11 +36,13 @@ SHAPES = {
 
 def random_adapters(config, lora):
     rng = np.random.default_rng(0)
+
+    def drawn(name, shape):
+        return rng.normal(size=shape).astype(np.float32)
+
     return build_adapters(
-        config,
-        lora,
-        lambda name, *shapes: [rng.normal(size=shape).astype(np.float32) for shape in shapes],
-    )
+        config, lora, lambda name, *shapes: [drawn(name, shape) for shape in shapes]
+    ) | build_norms(config, lora, drawn)
 
 
 @pytest.fixture
@@ -134,6 +136,34 @@ def test_experts_have_a_pair_each_and_target_modules_pick_no_linear_without_an_a
         np.testing.assert_array_equal(one, other)
 
 
+def test_norms_that_are_trained_are_peft_s_modules_to_save(tmp_path):
+    """What save_pretrained of peft 0.21.2 writes with modules_to_save = ["input_layernorm",
+    "q_norm", "model.norm"]; "norm" alone would take every norm of the model."""
+    lora = dataclasses.replace(LORA, norms=("input_layernorm", "q_norm", "norm"))
+    adapters = random_adapters(QWEN3, lora)
+    directory = save_adapters(adapters, tmp_path, QWEN3, lora)
+    assert settings(directory)["modules_to_save"] == ["input_layernorm", "q_norm", "model.norm"]
+    assert settings(directory)["target_modules"] == ["down_proj", "q_proj"]
+    tensors = safetensors.numpy.load_file(directory / "adapter_model.safetensors")
+    prefix = "base_model.model.model."
+    assert {name: tensor.shape for name, tensor in tensors.items()} == SHAPES | {
+        f"{prefix}layers.{i}.{name}.weight": (size,)
+        for i in range(2)
+        for name, size in (("input_layernorm", 48), ("self_attn.q_norm", 32))
+    } | {f"{prefix}norm.weight": (48,)}
+    np.testing.assert_array_equal(
+        tensors[f"{prefix}layers.1.self_attn.q_norm.weight"], adapters["q_norm"].value[1]
+    )
+    back = load_adapters(directory, QWEN3, lora)
+    assert jax.tree.structure(back) == jax.tree.structure(adapters)
+    jax.tree.map(np.testing.assert_array_equal, back, adapters)
+    fewer = dataclasses.replace(lora, norms=("input_layernorm", "norm"))
+    with pytest.raises(UserError, match="unexpected: model.layers.0.self_attn.q_norm.* lora.norms"):
+        load_adapters(directory, QWEN3, fewer)
+    with pytest.raises(UserError, match=r"lora.norms = \[\], but the adapter's .* \[\"input_layer"):
+        load_adapters(directory, QWEN3, LORA)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -144,7 +174,10 @@ def test_experts_have_a_pair_each_and_target_modules_pick_no_linear_without_an_a
         ({"use_rslora": True}, "lora.rslora = false, but the adapter has true"),
         ({"use_dora": True}, "use_dora is set; only plain LoRA"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is set"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save is set"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            r"lora.norms = \[\], but the adapter's modules_to_save are",
+        ),
         ({"bias": "all"}, "bias is 'all'"),
         ({"init_lora_weights": "pissa"}, "'pissa', which changes the base"),
     ],
