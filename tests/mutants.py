@@ -1112,6 +1112,11 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
+        "compare/linears.py",
+        "cli/test_doctor.py",
+        ("same-side-twice", "reversed(quantized)", "quantized", "one_side_leaves_out"),
+    ),
+    *of(
         "training/adapters.py",
         "training/test_lora_run.py",
         ("norms-frozen", ") | norms_of(policy, lora)", ")", "norms_are_trained"),

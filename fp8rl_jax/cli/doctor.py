@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from fp8rl_jax.config.files import read_recipes
 from fp8rl_jax.config.formats import TensorFormat
@@ -12,10 +13,14 @@ from fp8rl_jax.config.recipe import (
     ATTENTION_ROLES,
     RECIPES,
     Recipe,
-    TrainerFormats,
     get_recipe,
 )
 
+if TYPE_CHECKING:
+    from fp8rl_jax.models.config import PolicyConfig
+
+Side = Literal["rollout", "trainer"]
+SIDES: tuple[Side, Side] = ("rollout", "trainer")
 PACKAGES = (
     "fp8rl_jax",
     "jax",
@@ -291,12 +296,14 @@ def _computed(recipe: Recipe) -> list[str]:
 
 
 def _linears(recipe: Recipe, model: str, faults: list[str]) -> list[str]:
-    """What each linear of the model becomes, a line for every run of layers that are alike."""
+    """What each linear of the model becomes on both sides, those that are alike together, and what
+    one side alone quantizes."""
     from fp8rl_jax.cli.commands import progress
+    from fp8rl_jax.compare.linears import difference_text, rows, rows_text
     from fp8rl_jax.config.run import InitConfig
     from fp8rl_jax.errors import UserError
     from fp8rl_jax.models.policy import linear_names, parameter_count
-    from fp8rl_jax.precision import quantized_layers, why_in_compute
+    from fp8rl_jax.precision import quantized_on
     from fp8rl_jax.training.source import find_model
     from fp8rl_jax.weights.hf_config import read_policy_config
     from fp8rl_jax.weights.load import byte_policy_config
@@ -307,34 +314,19 @@ def _linears(recipe: Recipe, model: str, faults: list[str]) -> list[str]:
         else:
             config = byte_policy_config(InitConfig())
         names = linear_names(config)
-        chosen = quantized_layers(recipe, names)
+        quantized = [quantized_on(recipe, side, names) for side in SIDES]
     except UserError as error:
         faults.append(str(error))
         return []
-    # by kind of linear: first layer, last layer, what it becomes
-    runs: dict[str, list[tuple[int, int, str]]] = {}
-    for name in names:
-        _, number, kind = name.split(".", 2)
-        layer, why = int(number), why_in_compute(recipe, name, config.num_layers)
-        text = f"compute dtype ({why})" if why else _quantized(recipe.of_linear(name))
-        ranges = runs.setdefault(kind, [])
-        if ranges and ranges[-1][1:] == (layer - 1, text):
-            ranges[-1] = (ranges[-1][0], layer, text)
-        else:
-            ranges.append((layer, layer, text))
-    rows = [
-        (f"layers.{first if first == last else f'{first}-{last}'}.{kind}", text)
-        for kind, ranges in runs.items()
-        for first, last, text in ranges
-    ]
-    width = max(len(label) for label, _ in rows)
+    described = [{name: _formats(recipe, name, side, config) for name in names} for side in SIDES]
+    told, layers = ("the rollout", "the trainer"), config.num_layers
     size = (
         f"{config.architecture}, {config.num_layers} layers, {parameter_count(config):,} parameters"
     )
     return [
         f"{model or 'built-in policy'}: {size}",
-        f"{len(chosen)} of {len(names)} linears are quantized",
-        *(f"{label:<{width}}  {text}" for label, text in rows),
+        *rows_text(rows(*described), SIDES, layers),
+        *difference_text(quantized, told, names, layers),
         "never quantized: embeddings, norms, biases, output "
         f"head{', routers' * (config.experts is not None)}",
     ]
@@ -365,19 +357,16 @@ def _attention(recipe: Recipe) -> list[str]:
     return [f"{role:<{width}}  {what}" for role, what in told.items()]
 
 
-def _quantized(recipe: Recipe) -> str:
-    """What a quantized linear computes with, side by side where the sides differ."""
+def _formats(recipe: Recipe, linear: str, side: Side, config: PolicyConfig) -> str:
+    """What a linear computes with on one side, or why in the compute dtype."""
+    from fp8rl_jax.compare.linears import formats_text
+    from fp8rl_jax.precision import why_in_compute
 
-    def side(formats: TrainerFormats) -> str:
-        if not formats.weight.quantized:
-            return "compute dtype"
-        activation = formats.activation.name if formats.activation.quantized else "compute dtype"
-        return f"{formats.weight.name} weights, {activation} activations"
-
-    rollout, trainer = side(recipe.rollout), side(recipe.trainer)
-    text = rollout if rollout == trainer else f"rollout: {rollout}; trainer: {trainer}"
-    return (
-        f"{text}; output gradients: {recipe.output_gradient.name}"
-        if recipe.trainer.weight.quantized
-        else text
-    )
+    if why := why_in_compute(recipe, linear, config.num_layers):
+        return f"compute dtype ({why})"
+    own = recipe.of_linear(linear)
+    formats = getattr(own, side)
+    if not formats.weight.quantized:
+        return "compute dtype"
+    text = formats_text(formats)
+    return text if side == "rollout" else f"{text}; output gradients: {own.output_gradient.name}"

@@ -15,6 +15,8 @@ The results as plain data, which `--json` writes, the terminal shows and the rep
      "sides": [two of {"model", "recipe", "phase", "compute_dtype", "backend", "exact", "formats"}],
      "tokens": {"rows", "prompt", "completion", "rows_given", "given"},
      "first": [{"name", "cause", "detail", "where"}, one of each cause that there is],
+     "linears": [{"names": [names], "a", "b"}], those that are alike together, and what they are
+                quantized in on each side, or null,
      "quantized_on_one_side": {"a": [names], "b": [names]},
      "logprobs": {"tokens", "differing", "mean_abs", "max_abs", "k3", "row", "position", "a", "b",
                   "token", "text"},
@@ -57,6 +59,7 @@ from fp8rl_jax.compare.causes import (
     logprob_differences,
     operations,
 )
+from fp8rl_jax.compare.linears import Row, formats_text, rows
 from fp8rl_jax.compare.side import Phase, Side
 from fp8rl_jax.compare.tokens import Parts, Tokens, as_tokens, of_rollout
 from fp8rl_jax.config.recipe import ATTENTION_ROLES, Recipe
@@ -111,6 +114,8 @@ class Comparison:
         first: of each cause, in the order of `CAUSES`, the operation that is first in the model.
             Where a format differs, the first reduction may well come earlier, and is of no weight
             beside it.
+        linears: what each is quantized in on both sides, "" where it is not; those that are alike
+            together.
         only_a, only_b: linears and cache operands that this side alone quantizes.
     """
 
@@ -121,6 +126,7 @@ class Comparison:
     by_side: tuple[np.ndarray, np.ndarray]
     sharpness: tuple[dict[str, float], dict[str, float]]
     first: tuple[FirstDifference, ...]
+    linears: tuple[Row, ...]
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
 
@@ -205,6 +211,7 @@ class _Comparing:
             by_side=(of_a, of_b),
             sharpness=(self.sharpness(a, hidden[0]), self.sharpness(b, hidden[1])),
             first=tuple(self.first[cause] for cause in CAUSES if cause in self.first),
+            linears=tuple(rows(_linears(a), _linears(b))),
             only_a=tuple(x for x in quantized_a if x not in quantized_b),
             only_b=tuple(x for x in quantized_b if x not in quantized_a),
         )
@@ -428,17 +435,23 @@ def _flat(x: np.ndarray) -> np.ndarray:
     return x.reshape(len(x), -1)
 
 
+def _linears(side: Side) -> dict[str, str]:
+    """What each linear is quantized in on a side, in model order; "" where it is not."""
+    return {
+        f"layers.{i}.{name}": formats_text(side.formats_of(i, name))
+        if is_quantized(tensors[name].value)
+        else ""
+        for i, tensors in enumerate(layer.tensors() for layer in side.layers)
+        for name in (*LINEARS, *EXPERT_LINEARS)
+        if name in tensors
+    }
+
+
 def _quantized(side: Side) -> list[str]:
-    """Linears and cache operands that a side quantizes, in model order."""
-    names = []
-    for i, layer in enumerate(side.layers):
-        tensors = layer.tensors()
-        linears = (name for name in (*LINEARS, *EXPERT_LINEARS) if name in tensors)
-        names += [f"layers.{i}.{name}" for name in linears if is_quantized(tensors[name].value)]
-        names += [
-            f"layers.{i}.{role}" for role in ATTENTION_ROLES if side.formats.roles()[role].quantized
-        ]
-    return names
+    """Linears that a side quantizes, in model order, and operands of attention."""
+    roles = [role for role in ATTENTION_ROLES if side.formats.roles()[role].quantized]
+    operands = [f"layers.{i}.{role}" for i in range(len(side.layers)) for role in roles]
+    return [*(name for name, text in _linears(side).items() if text), *operands]
 
 
 KIND = "fp8rl compare"
@@ -490,6 +503,10 @@ def document(
             "given": given[1],
         },
         "first": [dataclasses.asdict(first) for first in comparison.first],
+        "linears": [
+            {"names": row.names, "a": row.a or None, "b": row.b or None}
+            for row in comparison.linears
+        ],
         "quantized_on_one_side": {"a": list(comparison.only_a), "b": list(comparison.only_b)},
         "logprobs": named(comparison.logprobs),
         "sharpness": {

@@ -32,6 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.compare.causes import k3
 from fp8rl_jax.compare.comparison import compare
+from fp8rl_jax.compare.linears import difference_text
 from fp8rl_jax.compare.side import Side
 from fp8rl_jax.compare.tokens import Tokens, as_recorded, as_tokens, of_rollout
 from fp8rl_jax.config.gate import GateConfig
@@ -40,7 +41,7 @@ from fp8rl_jax.models.forms import rollout_policy
 from fp8rl_jax.models.lora import has_adapters, merge
 from fp8rl_jax.models.policy import Layer, Policy, linear_names, with_scales
 from fp8rl_jax.parallel import to_host
-from fp8rl_jax.precision import is_quantized, quantized_layers
+from fp8rl_jax.precision import is_quantized, quantized_on
 from fp8rl_jax.rl import mismatch_metrics
 from fp8rl_jax.rollout.calibration import observe_qkv, qkv_metrics
 from fp8rl_jax.rollout.engine import LocalEngine, local_engine
@@ -332,20 +333,13 @@ def _saturated(session: Session, rollout: Experience) -> Iterator[str]:
 
 def _other_linears(recipe: Recipe, policy: Policy) -> Iterator[str]:
     """Whether both sides quantize some linears, and not the same ones."""
-    chosen = quantized_layers(recipe, linear_names(policy.config))
-    rollout, trainer = (
-        {name for name in chosen if getattr(recipe.of_linear(name), side).weight.quantized}
-        for side in ("rollout", "trainer")
-    )
-    if not (rollout and trainer):
-        return
-    for side, alone in (("rollout", rollout - trainer), ("trainer", trainer - rollout)):
-        if alone:
-            first = next(name for name in chosen if name in alone)
-            yield (
-                f"linears: the {side} alone quantizes {len(alone)} of {len(chosen)}, {first} the "
-                "first; the other side's patterns leave them out"
-            )
+    linears = linear_names(policy.config)
+    rollout = quantized_on(recipe, "rollout", linears)
+    trainer = quantized_on(recipe, "trainer", linears)
+    if rollout and trainer and rollout != trainer:
+        sides, layers = ("the rollout", "the trainer"), policy.config.num_layers
+        for line in difference_text((rollout, trainer), sides, linears, layers):
+            yield f"linears: {line}; the other side's patterns leave them out"
 
 
 def _other_temperature(session: Session, some: _Rows) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fp8rl_jax.compare.linears import Row, difference_text, grouped, rows_text
 from fp8rl_jax.config.run import precision_text
 
 _EQUAL = "·"
@@ -58,9 +59,10 @@ def summary(results: dict[str, Any]) -> str:
             _logprobs(f"{key} against side {side}", f"{key} - {side}", recorded[side])
             for side in "ab"
         ]
-    for name, names in results["quantized_on_one_side"].items():
-        if names:
-            lines += _wrapped(f"quantized in {name} only: {grouped(names, len(results['layers']))}")
+    for line in rows_text(_rows(results), ("a", "b"), len(results["layers"])):
+        lines += [line] if line.startswith(" ") else _wrapped(line)
+    for line in sets(results):
+        lines += _wrapped(line)
     lines += ["", _table(results), "", *_wrapped(_LEGEND.format(equal=_EQUAL), indent="")]
     for name, arrived in zip("ab", results.get("arrived", ()), strict=False):
         lines += ["", _arrived(name, arrived)]
@@ -97,21 +99,17 @@ def worst(
     )
 
 
-def grouped(names: list[str], layers: int) -> str:
-    """Group names of layers' tensors by kind.
-
-    Such as "q_proj in all 30 layers; up_proj in layers 0, 2-5".
-    """
-    where: dict[str, list[int]] = {}
-    for name in names:
-        _, i, tensor = name.split(".", 2)
-        where.setdefault(tensor, []).append(int(i))
-    kinds: dict[tuple[int, ...], list[str]] = {}
-    for tensor, numbers in where.items():
-        kinds.setdefault(tuple(numbers), []).append(tensor)
-    return "; ".join(
-        f"{', '.join(tensors)} in {_places(numbers, layers)}" for numbers, tensors in kinds.items()
-    )
+def sets(results: dict[str, Any]) -> list[str]:
+    """Say whether the sides quantize the same linears and operands of attention, and else which one
+    of them alone."""
+    layers, rows = len(results["layers"]), results.get("linears", [])
+    linears = [name for row in rows for name in row["names"]]
+    quantized = [[x for row in rows if row[side] for x in row["names"]] for side in "ab"]
+    lines = difference_text(quantized, ("a", "b"), linears, layers) if linears else []
+    for side, alone in results["quantized_on_one_side"].items():
+        if others := [name for name in alone if name not in {*linears}]:
+            lines.append(f"only {side} quantizes {grouped(others, layers)}")
+    return lines
 
 
 def error(difference: dict[str, Any]) -> str:
@@ -120,6 +118,15 @@ def error(difference: dict[str, Any]) -> str:
         return _EQUAL
     value = difference["relative_error"]
     return "inf" if value is None else re.sub(r"e([+-])0", r"e\1", f"{value:.0e}")
+
+
+def _rows(results: dict[str, Any]) -> list[Row]:
+    """The linears; a file of an earlier version has none."""
+    dtypes = [side["compute_dtype"] for side in results["sides"]]
+    return [
+        Row(row["names"], row["a"] or dtypes[0], row["b"] or dtypes[1])
+        for row in results.get("linears", ())
+    ]
 
 
 def _table(results: dict[str, Any]) -> str:
@@ -203,19 +210,3 @@ def number(value: float | None, digits: int = 2) -> str:
 def _size(difference: dict[str, Any]) -> float:
     value = difference["relative_error"]
     return float("inf") if value is None else value
-
-
-def _places(numbers: tuple[int, ...], layers: int) -> str:
-    if len(numbers) == layers > 1:
-        return f"all {layers} layers"
-    return f"layer{'s' if len(numbers) > 1 else ''} {_ranges(numbers)}"
-
-
-def _ranges(numbers: tuple[int, ...]) -> str:
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

@@ -5,7 +5,7 @@ from fp8rl_jax.precision.compute import Compute
 from fp8rl_jax.precision.exact import exact_compute
 from fp8rl_jax.precision.formats import element_dtype, format_of, max_value, register
 from fp8rl_jax.precision.formats.weights import WeightFormat
-from fp8rl_jax.precision.layers import quantized_layers, why_in_compute
+from fp8rl_jax.precision.layers import quantized_layers, quantized_on, why_in_compute
 from fp8rl_jax.precision.linear import (
     AdaptedWeight,
     PredequantizedWeight,
@@ -60,6 +60,7 @@ __all__ = [
     "quantize",
     "quantize_per_tensor",
     "quantized_layers",
+    "quantized_on",
     "register",
     "stack_sums",
     "unlike_sides",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.errors import UserError
@@ -56,6 +57,18 @@ def quantized_layers(recipe: Recipe, linears: Sequence[str]) -> tuple[str, ...]:
             f"recipe {recipe.name!r}: every linear is excluded, so nothing would be quantized"
         )
     return chosen
+
+
+def quantized_on(
+    recipe: Recipe, side: Literal["rollout", "trainer"], linears: Sequence[str]
+) -> tuple[str, ...]:
+    """List the linears that one side of a recipe quantizes, in model order.
+
+    Raises:
+        UserError: as `quantized_layers`.
+    """
+    chosen = quantized_layers(recipe, linears)
+    return tuple(x for x in chosen if getattr(recipe.of_linear(x), side).weight.quantized)
 
 
 def why_in_compute(recipe: Recipe, linear: str, layers: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from fp8rl_jax.compare.text import LETTERS, columns, grouped, number, side_text, summary, worst
+from fp8rl_jax.compare.text import LETTERS, columns, number, sets, side_text, summary, worst
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.report.charts import Chart, draw_svg
 
@@ -108,8 +108,9 @@ class Panel:
     headline: str
     findings: list[tuple[str, str, str]]
     """(cause, operation, detail) of the first difference of each cause."""
-    one_sided: list[str]
-    """What is quantized on one side only."""
+    sets: list[str]
+    """Whether the sides quantize the same linears and operands of attention, or which one side
+    alone."""
     charts: list[Chart]
     text: str
 
@@ -133,16 +134,11 @@ def panel(index: int, results: dict[str, Any]) -> Panel:
     if recorded := results.get("recorded"):
         k3 = " and ".join(f"{number(recorded[side]['k3'])} to side {side}" for side in "ab")
         headline += f" Recorded by another engine ({recorded['key']}): k3 {k3}."
-    one_sided = [
-        f"Quantized on side {side} only: {grouped(names, len(results['layers']))}."
-        for side, names in results["quantized_on_one_side"].items()
-        if names
-    ]
     return Panel(
         f"{a[0].upper()}{a[1:]}, against {b}",
         headline,
         [(x["cause"], x["name"], x["detail"]) for x in results["first"]],
-        one_sided,
+        [f"{line[0].upper()}{line[1:]}." for line in sets(results)],
         [_heat_map(index, results, "own"), _heat_map(index, results, "output")],
         summary(results),
     )

@@ -27,28 +27,30 @@ def test_doctor_finds_nothing_wrong_in_a_sound_installation(capsys):
         " matmul: auto runs reference",
         "grouped_matmul: auto runs reference",
         "e4m3: casts clamp at 448",
-        "21 of 21 linears",
         "all is well",
         "sandbox of rewards",
     ):
         assert words in said
-    line = (
-        "layers.0-2.q_proj     rollout: e4m3-128x128 weights, e4m3-1x128 activations; "
-        "trainer: compute dtype"
+    kinds = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+    assert said.split("parameters\n")[1].startswith(
+        f"  {kinds} in all 3 layers\n"
+        "    rollout: e4m3-128x128 weights, e4m3-1x128 activations\n"
+        "    trainer: compute dtype\n"
+        "  only the rollout quantizes 21 of 21 linears: all of them\n"
+        "  never quantized: embeddings, norms, biases, output head\n"
     )
-    assert line in said and "never quantized: embeddings, norms, biases, output head\n" in said
 
 
 def test_the_layers_of_a_given_model(tmp_path, capsys):
     model = make_model(tmp_path / "model")
     assert cli.main(["doctor", "--model", str(model)]) == 0
     said = capsys.readouterr().out
-    assert "14 of 14 linears" in said and "layers.0-1.down_proj" in said
+    assert "14 of 14 linears" in said and "down_proj in all 2 layers\n" in said
     assert cli.main(["doctor", "--model", str(model), "--recipe", "fp8-kv"]) == 0
     said = capsys.readouterr().out
     assert (
-        "0 of 14 linears" in said
-        and "layers.0-1.q_proj     compute dtype (no linear is quantized)" in said
+        "neither side quantizes any of 14 linears" in said
+        and "    both: compute dtype (no linear is quantized)\n" in said
     )
 
 
@@ -73,19 +75,18 @@ def test_a_row_of_ones_own_is_printed_in_full_and_reads_back(tmp_path, capsys):
     config = load_config(RunConfig, [str(tmp_path / "printed.toml")], "fp8rl train")
     assert config.resolved_recipe() == wanted
     assert config.rl.correction == CorrectionConfig(method="nemo_is").filled()
-    quantized = (
-        "rollout: e4m3-128x128-power_of_two weights, e4m3-1x128 activations; "
-        "trainer: e4m3-128x128 weights, e4m3-1x128 activations; output gradients: e5m2-1x128"
+    assert said.split("parameters\n")[1].startswith(
+        "  q_proj, v_proj, gate_proj, up_proj, down_proj in layers 0-1; k_proj in layer 0\n"
+        "    rollout: e4m3-128x128-power_of_two weights, e4m3-1x128 activations\n"
+        "    trainer: e4m3-128x128 weights, e4m3-1x128 activations; output gradients: e5m2-1x128\n"
+        "  o_proj in layers 0-1\n"
+        "    both: compute dtype (excluded: *.o_proj)\n"
+        "  k_proj in layer 1\n"
+        "    both: compute dtype (excluded: layers.1.k_proj)\n"
+        "  q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj in layer 2\n"
+        "    both: compute dtype (last_layers_in_compute = 1)\n"
+        "  both sides quantize the same 11 of 21 linears\n"
     )
-    for line in (
-        "11 of 21 linears are quantized",
-        f"layers.0-1.q_proj     {quantized}",
-        "layers.2.q_proj       compute dtype (last_layers_in_compute = 1)",
-        f"layers.0.k_proj       {quantized}",
-        "layers.1.k_proj       compute dtype (excluded: layers.1.k_proj)",
-        "layers.0-1.o_proj     compute dtype (excluded: *.o_proj)",
-    ):
-        assert line in said, line
 
 
 BY_LAYER = """
@@ -102,20 +103,42 @@ def test_formats_by_layer_and_scales_by_head_are_printed(tmp_path, capsys):
     file.write_text(BY_LAYER)
     assert cli.main(["doctor", "--recipes", str(file), "--recipe", "mine"]) == 0
     said = capsys.readouterr().out
-    quantized = "e4m3-128x128 weights, e4m3-1x128 activations; output gradients: "
+    quantized = "e4m3-128x128 weights, e4m3-1x128 activations"
+    others = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj"
     for line in (
         'kv_granularity = "head"',
-        "14 of 21 linears are quantized",
-        "layers.0.q_proj       compute dtype (in the compute dtype by recipe.layers)",
-        f"layers.1-2.q_proj     {quantized}e4m3-1x128",
-        "layers.0.down_proj    compute dtype (in the compute dtype by recipe.layers)",
-        f"layers.1-2.down_proj  {quantized}compute",
+        f"  {others}, down_proj in layer 0\n"
+        "    both: compute dtype (in the compute dtype by recipe.layers)\n",
+        f"  {others} in layers 1-2\n"
+        f"    rollout: {quantized}\n    trainer: {quantized}; output gradients: e4m3-1x128\n",
+        "  down_proj in layers 1-2\n"
+        f"    rollout: {quantized}\n    trainer: {quantized}; output gradients: compute\n",
+        "  both sides quantize the same 14 of 21 linears\n",
     ):
         assert line in said, line
     printed = said.split("recipe mine, in full\n")[1].split("\nlinears\n")[0]
     (tmp_path / "printed.toml").write_text('recipe = "mine"\n' + printed)
     config = load_config(RunConfig, [str(tmp_path / "printed.toml")], "fp8rl train")
     assert config.resolved_recipe() == get_recipe("mine", rows=tomllib.loads(BY_LAYER)["recipes"])
+
+
+def test_a_linear_that_one_side_leaves_out_is_named(tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[recipes.mine]\nbase = "fp8-e2e"\n'
+        'layers."*.gate_proj" = { trainer.weight = "compute" }\n'
+        'layers."layers.1.o_proj" = { rollout.weight = "compute" }\n'
+    )
+    assert cli.main(["doctor", "--recipes", str(file), "--recipe", "mine"]) == 0
+    said = capsys.readouterr().out
+    for line in (
+        "  gate_proj in all 3 layers\n"
+        "    rollout: e4m3-128x128 weights, e4m3-1x128 activations\n"
+        "    trainer: compute dtype\n",
+        "  only the rollout quantizes 3 of 21 linears: gate_proj in all 3 layers\n"
+        "  only the trainer quantizes 1 of 21 linears: o_proj in layer 1\n",
+    ):
+        assert line in said, line
 
 
 def test_files_without_recipes_are_named(tmp_path, capsys):

@@ -155,6 +155,11 @@ def test_an_excluded_layer_is_quantized_on_one_side_only():
     assert causes(found, 0) == {} and found.layers[1].input.equal
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     assert found.only_a == tuple(f"layers.1.{name}" for name in names) and found.only_b == ()
+    eight = "e4m3-128x128 weights, e4m3-1x128 activations"
+    assert found.linears == (
+        ([f"layers.0.{name}" for name in names], eight, eight),
+        ([f"layers.1.{name}" for name in names], eight, ""),
+    )
 
 
 def test_kv_scales_are_scales():

@@ -92,7 +92,7 @@ LEFT_OUT = recipe("jet-rl", "left-out", layers={"*.gate_proj": {"trainer.weight"
             LEFT_OUT,
             {},
             nothing,
-            r"linears: the rollout alone quantizes 2 of 14, layers\.0\.gate_proj the first",
+            r"linears: only the rollout quantizes 2 of 14 linears: gate_proj in all 2 layers; the other",
         ),
         ("fp8-rollout", {}, nothing, r"first difference: layers\.0\.q_proj, format: weight"),
     ],

@@ -390,4 +390,4 @@ def test_a_run_a_plan_doctor_and_a_comparison_know_them(tmp_path, capsys):
     told = " ".join(capsys.readouterr().out.split())
     assert "key: two_levels 1x16 against float32" in told
     assert "probability: e4m3 against float32" in told
-    assert "quantized in a only: query, key, value, probability in layer 0" in told
+    assert "only a quantizes query, key, value, probability in layer 0" in told

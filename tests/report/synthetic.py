@@ -224,6 +224,14 @@ def write_comparison(directory, detail="weight: e4m3 against <b>float32</b>"):
                 "where": "prompt and completion",
             }
         ],
+        "linears": [
+            {
+                "names": [f"layers.{i}.q_proj" for i in range(LAYERS)],
+                "a": "e4m3-128x128 weights, e4m3-1x128 activations",
+                "b": None,
+            },
+            {"names": [f"layers.{i}.k_proj" for i in range(LAYERS)], "a": None, "b": None},
+        ],
         "quantized_on_one_side": {"a": [f"layers.{i}.q_proj" for i in range(LAYERS)], "b": []},
         "logprobs": logprobs,
         "recorded": {"key": "<b>", "a": logprobs, "b": logprobs | {"k3": 0.031}},

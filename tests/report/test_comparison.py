@@ -31,7 +31,9 @@ def test_the_heat_map_has_a_cell_for_each_layer_and_operation(tmp_path):
     assert found.headline.endswith(
         "Recorded by another engine (<b>): k3 0.013 to side a and 0.031 to side b."
     )
-    assert found.one_sided == [f"Quantized on side a only: q_proj in all {LAYERS} layers."]
+    assert found.sets == [
+        f"Only a quantizes {LAYERS} of {2 * LAYERS} linears: q_proj in all {LAYERS} layers."
+    ]
     own, piled = (chart.svg for chart in found.charts)
 
     def cells(svg):
