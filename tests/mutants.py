@@ -1134,7 +1134,17 @@ LIST: list[Mutant] = [
     *of(
         "training/source.py",
         "training/test_stored_base.py",
-        ("base-anew", "held=_held(config, directory)", "held={}", "own_codes"),
+        (
+            "base-anew",
+            "held=base_formats(config, read_policy_config(directory))",
+            "held={}",
+            "a_base_is_the_files",
+        ),
+    ),
+    *of(
+        "weights/load.py",
+        "training/test_stored_base.py",
+        ("codes-of-others", "if _stands_for(own, weight.value)", "if True", "from_python"),
     ),
     *of(
         "weights/stored_linears.py",

@@ -7,6 +7,7 @@ different policy.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 
@@ -15,16 +16,32 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from fp8rl_jax.config.formats import COMPUTE, TensorFormat
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import quantized_base
 from fp8rl_jax.models.lora import init_adapters, join, norms_of, split
-from fp8rl_jax.models.policy import Policy, cast
+from fp8rl_jax.models.policy import Policy, cast, linear_names
 from fp8rl_jax.parallel import checksums, to_host
-from fp8rl_jax.precision import describe
+from fp8rl_jax.precision import describe, quantized_layers
 from fp8rl_jax.training.state import TrainState
 from fp8rl_jax.weights.peft_format import load_adapters
+
+
+def base_formats(config: RunConfig, shape: PolicyConfig) -> dict[str, TensorFormat]:
+    """What a frozen base rests in, by path, of stacks that have one format in all layers; nothing
+    where it rests in the compute dtype."""
+    if config.lora.rank == 0 or config.lora.base == "compute":
+        return {}
+    recipe, names = config.resolved_recipe(), linear_names(shape)
+    quantized, stacks = {*quantized_layers(recipe, names)}, defaultdict(set)
+    for name in names:
+        fmt = recipe.of_linear(name).rollout.weight if name in quantized else COMPUTE
+        stacks[f"layers.{name.split('.', 2)[2]}.weight"].add(fmt)
+    found = {path: formats.pop() for path, formats in stacks.items() if len(formats) == 1}
+    return {path: fmt for path, fmt in found.items() if fmt.quantized}
 
 
 def adapt(policy: Policy, config: RunConfig, recipe: Recipe) -> Policy:

@@ -82,7 +82,7 @@ from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
-from fp8rl_jax.training.adapters import adapt, restored, to_save
+from fp8rl_jax.training.adapters import adapt, base_formats, restored, to_save
 from fp8rl_jax.training.advantages import lengths_of, read_rewards, sample_advantages, select_rows
 from fp8rl_jax.training.batch import Batch, bucket, narrow, untrim
 from fp8rl_jax.training.carry_over import CarryOver
@@ -110,7 +110,7 @@ from fp8rl_jax.training.step import (
 )
 from fp8rl_jax.training.stopping import deferred
 from fp8rl_jax.training.text import Text, TextRows
-from fp8rl_jax.weights.load import rollout_form, save_policy
+from fp8rl_jax.weights.load import in_own_codes, rollout_form, save_policy
 from fp8rl_jax.weights.peft_format import save_adapters
 from fp8rl_jax.weights.quantized_export import export_form
 
@@ -166,7 +166,8 @@ class Session:
     Args:
         policy: layers stacked, as `fp8rl.load` gives it; floats of another dtype are widened to
             float32 masters. The session learns on a copy, made at its first update; drop yours
-            where memory counts.
+            where memory counts. A frozen base (`lora.base = "rollout"`) of the very policy that
+            `load` gave takes the codes of its checkpoint, where that is in the recipe's format.
         tokenizer: of the policy.
         recipe: a built-in recipe's name, or a Recipe; by default that of `config`.
         config: every setting, as `fp8rl train` takes it; task, evaluation, tracking and output are
@@ -250,8 +251,9 @@ class Session:
         self._in_use, self._gone = threading.RLock(), _RELEASED
         self._unit = math.lcm(_prompts_of_a_part(config), batch_shards(self.mesh))
         """What the number of a batch's prompts has to divide by."""
+        # what a file's codes stand for stays in them
+        policy = in_own_codes(policy, base_formats(config, policy.config))
         with jax.set_mesh(self.mesh):
-            # what a file's codes stand for stays in them
             masters = jax.tree.map(
                 lambda x: x if is_quantized(x) else x.astype(jnp.float32),
                 policy,

@@ -9,7 +9,6 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +19,14 @@ import numpy as np
 
 from fp8rl_jax.caching import cache_dir
 from fp8rl_jax.config.files import read_config, run_directory
-from fp8rl_jax.config.formats import COMPUTE, TensorFormat
 from fp8rl_jax.config.run import MeshConfig, RunConfig
 from fp8rl_jax.config.training import CheckpointConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.policy import Policy, init_policy, linear_names, to_compute
-from fp8rl_jax.precision import quantized_layers
+from fp8rl_jax.models.policy import Policy, init_policy, to_compute
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
+from fp8rl_jax.training.adapters import base_formats
 from fp8rl_jax.training.record import read_record
 from fp8rl_jax.weights import load as files
 from fp8rl_jax.weights.hf_config import read_policy_config
@@ -85,24 +83,10 @@ def load_model(config: RunConfig) -> tuple[Policy, Tokenizer]:
     """Load the policy (float32 masters) that a run begins with, and its tokenizer."""
     if config.model.path:
         directory = find_model(config.model.path)
-        return files.load(directory, held=_held(config, directory))
+        return files.load(directory, held=base_formats(config, read_policy_config(directory)))
     shape = files.byte_policy_config(config.model.init)
     policy: Policy = init_policy(shape, jax.random.key(config.seed))
     return policy, ByteTokenizer()
-
-
-def _held(config: RunConfig, directory: Path) -> dict[str, TensorFormat]:
-    """What a frozen base rests in, by path, of stacks that have one format in all layers; nothing
-    where it rests in the compute dtype."""
-    if config.lora.rank == 0 or config.lora.base == "compute":
-        return {}
-    recipe, names = config.resolved_recipe(), linear_names(read_policy_config(directory))
-    quantized, stacks = {*quantized_layers(recipe, names)}, defaultdict(set)
-    for name in names:
-        fmt = recipe.of_linear(name).rollout.weight if name in quantized else COMPUTE
-        stacks[f"layers.{name.split('.', 2)[2]}.weight"].add(fmt)
-    found = {path: formats.pop() for path, formats in stacks.items() if len(formats) == 1}
-    return {path: fmt for path, fmt in found.items() if fmt.quantized}
 
 
 def model_shape(config: RunConfig) -> PolicyConfig:

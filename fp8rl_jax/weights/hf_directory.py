@@ -78,6 +78,7 @@ class ModelFiles:
     converted.
 
     Attributes:
+        directory: where they are.
         config: of the policy.
         layout: how its quantized linears are stored; None: there are none.
         checkpoint: its tensors, quantized linears by the name of their weight.
@@ -86,6 +87,7 @@ class ModelFiles:
         dtypes: of the policy's arrays.
     """
 
+    directory: Path
     config: PolicyConfig
     layout: Layout | None
     checkpoint: Checkpoint
@@ -191,7 +193,7 @@ def open_files(directory: str | Path) -> ModelFiles:
             directory,
             listing(measured),
         )
-    return ModelFiles(config, layout, checkpoint, expected, linears, dtypes)
+    return ModelFiles(directory, config, layout, checkpoint, expected, linears, dtypes)
 
 
 def load_policy_arrays(directory: str | Path) -> tuple[PolicyConfig, dict[str, np.ndarray]]:

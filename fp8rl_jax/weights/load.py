@@ -10,6 +10,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,22 @@ from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import InitConfig
 from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
-from fp8rl_jax.models.policy import Policy, build_policy, init_policy, linear_names
+from fp8rl_jax.models.policy import (
+    Layer,
+    Policy,
+    Weight,
+    build_policy,
+    init_policy,
+    linear_names,
+    with_layers,
+)
+from fp8rl_jax.models.tensors import parameter_shapes
 from fp8rl_jax.precision import QTensor, format_of, is_quantized, quantized_layers
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from fp8rl_jax.weights.block_fp8 import SCALE_SUFFIX
 from fp8rl_jax.weights.hf_directory import (
+    ModelFiles,
     export_dtype,
     export_policy,
     open_files,
@@ -37,6 +48,8 @@ from fp8rl_jax.weights.resolve import resolve_model
 
 _log = logging.getLogger("fp8rl")
 _VOCABULARY_MULTIPLE = 8  # so that the embedding divides over a mesh
+_files: WeakKeyDictionary[Policy, ModelFiles] = WeakKeyDictionary()
+"""Of policies that were read from quantized files: mapped for as long as the policy is there."""
 
 
 def byte_policy_config(init: InitConfig) -> PolicyConfig:
@@ -94,25 +107,14 @@ def load_policy(
     """
     dtype, held = jnp.dtype(dtype), held or {}
     files = open_files(directory)
-    codes = files.codes(held)
+    codes = _own_codes(files, held)
     arrays = files.arrays(codes.keys())
-    if files.layout is not None and (anew := [path for path in held if path not in codes]):
-        _log.warning(
-            "%s: %s stored as %s, not as the %s that the base is to rest in: quantized anew, which "
-            "is a second rounding",
-            directory,
-            listing([path.removesuffix(".weight") for path in anew]),
-            files.layout,
-            held[anew[0]].name,
-        )
 
     def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Array | QTensor:
-        path = f"{name}.weight"
-        if path in codes:
-            values, scales, outer = jax.tree.map(jnp.asarray, codes.pop(path))
-            return QTensor(values, scales, format_of(held[path], shape), outer)
+        if (path := f"{name}.weight") in codes:
+            return codes[path]
         # popped, so that the host holds one copy of what is already on the device
-        source = arrays.pop(f"{name}.weight")
+        source = arrays.pop(path)
         with np.errstate(over="ignore"):
             converted = source.astype(dtype, copy=False)
         if (
@@ -120,12 +122,77 @@ def load_policy(
             and not np.isfinite(converted.astype(np.float32)).all()
         ):
             raise UserError(
-                f"{directory}: values of {name}.weight overflow {converted.dtype}; load it as "
+                f"{directory}: values of {path} overflow {converted.dtype}; load it as "
                 f"{source.dtype}"
             )
         return jnp.asarray(converted)
 
-    return build_policy(files.config, tensor)
+    policy = build_policy(files.config, tensor)
+    if files.layout is not None and not held:
+        _files[policy] = files
+    return policy
+
+
+def in_own_codes(policy: Policy, held: Mapping[str, TensorFormat]) -> Policy:
+    """Put the codes of a policy's files in the place of the numbers that they stand for.
+
+    Args:
+        policy: the very one that `load_policy` gave; any other comes back as it is.
+        held: as of `load_policy`.
+
+    Returns:
+        What `load_policy` gives with `held`, but for stacks whose numbers are not the files' any
+        more, which stay as they are; it is said of which.
+
+    Raises:
+        UserError: a tensor that is not finite.
+    """
+    tensors = policy.stack.tensors()
+    held = {path: x for path, x in held.items() if not is_quantized(tensors[_name(path)].value)}
+    if (files := _files.get(policy)) is None or not held:
+        return policy
+    found, changed = {}, []
+    for path, own in _own_codes(files, held).items():
+        name, weight = _name(path), tensors[_name(path)]
+        if _stands_for(own, weight.value):
+            found[name] = Weight(own, weight.axes)
+        else:
+            changed.append(name)
+    if changed:
+        _log.warning(
+            "%s: not the numbers that the checkpoint's codes stand for, as they were changed or "
+            "loaded in a narrower dtype: quantized anew",
+            listing(changed),
+        )
+    return with_layers(policy, Layer(tensors | found)) if found else policy
+
+
+_stands_for = jax.jit(lambda own, values: jnp.array_equal(own.dequantize(), values))
+
+
+def _name(path: str) -> str:
+    """A tensor of the layers, as `Layer` has it."""
+    return path.removeprefix("layers.").removesuffix(".weight")
+
+
+def _own_codes(files: ModelFiles, held: Mapping[str, TensorFormat]) -> dict[str, QTensor]:
+    """What the files hold, by path; and a line about what they hold otherwise."""
+    codes, shapes = files.codes(held), parameter_shapes(files.config)
+    if files.layout is not None and (anew := [path for path in held if path not in codes]):
+        _log.warning(
+            "%s: %s stored as %s, not as the %s that the base is to rest in: quantized anew, which "
+            "is a second rounding",
+            files.directory,
+            listing([path.removesuffix(".weight") for path in anew]),
+            files.layout,
+            held[anew[0]].name,
+        )
+    found = {}
+    for path in [*codes]:
+        # popped, so that the host holds one copy of what is already on the device
+        values, scales, outer = jax.tree.map(jnp.asarray, codes.pop(path))
+        found[path] = QTensor(values, scales, format_of(held[path], shapes[path]), outer)
+    return found
 
 
 def load(

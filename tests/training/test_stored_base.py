@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import fp8rl_jax as fp8rl
 from fp8rl_jax.config.formats import parse_format
 from fp8rl_jax.config.recipe import LinearPrecision
 from fp8rl_jax.config.run import ModelConfig, RunConfig
@@ -125,6 +126,41 @@ def test_a_session_holds_and_multiplies_the_codes(tmp_path):
     rest = 4 * sum(x.size for name, x in arrays.items() if not name.endswith("_proj.weight"))
     assert live - rest == half * 9 / 8 + 14 * 4  # a scale for 16 codes, and one for all
     assert np.isfinite(session.logprobs([[1, 2, 3]], [[4, 5]])[0]).all()
+
+
+@pytest.mark.parametrize(("form", "recipe"), [("nvfp4", "nvfp4-rl"), ("fp8-block", "jet-rl")])
+def test_from_python_a_base_is_the_files_own_codes(form, recipe, tmp_path, caplog):
+    """Those of the base, of what is served, and the bytes that are planned; the policy that was
+    loaded stays as it is, and one that has changed since is quantized anew."""
+    tensors = checkpoint(tmp_path, form)
+    policy, tokenizer = fp8rl.load(tmp_path)
+    settings = dict(rank=2, base="rollout", compute_dtype="float32", decode_layers="scan")
+    session = fp8rl.Session(policy, tokenizer, recipe, **settings)
+    session.sync()
+    _, base = split(session.weights)
+    served = session.engine.policy.stack.tensors()
+    for name in ("q_proj", "down_proj"):
+        file = f"model.layers.1.{'self_attn' if name[0] == 'q' else 'mlp'}.{name}.weight"
+        packed, scale = ("_packed", "_scale") if form == "nvfp4" else ("", "_scale_inv")
+        for held in (base.stack.tensors()[name].value, served[name].base.value.quantized):
+            np.testing.assert_array_equal(bits(held.values[1]), bits(tensors[file + packed]))
+            np.testing.assert_array_equal(bits(held.scales[1]), bits(tensors[file + scale]))
+    live = sum(leaf.nbytes for leaf in jax.tree.leaves(base))
+    assert memory_plan(policy.config, session.config).always["frozen base"] == live
+    assert not any(isinstance(w.value, QTensor) for w in policy.stack.tensors().values())
+    assert "quantized anew" not in caplog.text
+
+    moved = policy.stack.q_proj
+    moved.weight[...] = moved.value * 1.01
+    _, base = split(fp8rl.Session(policy, tokenizer, recipe, **settings).weights)
+    q, k = (base.stack.tensors()[name].value for name in ("q_proj", "k_proj"))
+    weight = session.recipe.rollout.weight
+    expected = jax.jit(lambda x: quantize(x, weight))(moved.value)
+    np.testing.assert_array_equal(q.dequantize(), expected.dequantize())
+    _, arrays = load_policy_arrays(tmp_path)
+    np.testing.assert_array_equal(k.dequantize(), arrays["layers.k_proj.weight"])
+    (said,) = [line for line in caplog.messages if "quantized anew" in line]
+    assert said.startswith("q_proj: not the numbers that the checkpoint's codes stand for")
 
 
 def test_what_is_stored_otherwise_is_quantized_anew_and_said(tmp_path, caplog):
