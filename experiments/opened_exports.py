@@ -2,7 +2,7 @@
 `python -m experiments.opened_exports --python PYTHON`.
 
 A small model with random weights is exported in every form that compressed-tensors has, with two
-linears left in 16 bits, and read back. Beside ours stand, by
+linears left in 16 bits, NVFP4 also with activations (W4A4), and read back. Beside ours stand, by
 `benchmarks/peers/transformers_dequantize.py`, each linear as compressed-tensors decompresses it,
 and as transformers holds it, which opens the directory on a CPU: both in bfloat16, to which ours
 is rounded. A line says of how many linears all bits are alike; the exit status is 2 where one
@@ -35,6 +35,7 @@ from fp8rl_jax.weights.load import save_policy
 from fp8rl_jax.weights.quantized_export import ExportForm, export_form
 
 FORMS = ("mxfp8", "mxfp6", "mxfp4", "nvfp4", "nvfp4-16x16", "nvfp4_four_over_six", "int4")
+W4A4 = "nvfp4, W4A4"
 SHAPE = PolicyConfig(
     architecture="qwen3",
     vocab_size=64,
@@ -65,10 +66,11 @@ def run(arguments: Arguments) -> None:
     with Peer(spec, {"threads": 1}, 1, 0) as peer, tempfile.TemporaryDirectory() as place:
         peer.wait_until_ready()
         print(*(f"{name} {version}" for name, version in peer.about["versions"].items()), sep=", ")
-        for name in FORMS:
-            form = export_form(name)
+        for name in (*FORMS, W4A4):
+            form = export_form(name.partition(",")[0])
             assert form is not None  # not one of 16 bits
-            form = replace(form, linears=LINEARS)
+            inputs = dict.fromkeys(LINEARS, 3.0) if name == W4A4 else None
+            form = replace(form, linears=LINEARS, inputs=inputs)
             directory = save_policy(policy, Path(arguments.keep or place) / name, dtype=form)
             file = Path(place) / "weights.npz"
             answer = peer.answer({"open": str(directory), "file": str(file)})

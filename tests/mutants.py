@@ -1142,6 +1142,11 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
+        "compare/inputs.py",
+        "compare/test_inputs.py",
+        ("last-rows-inputs", "max(largest, found.get(linear, 0.0))", "largest", "float64_forward"),
+    ),
+    *of(
         "weights/load.py",
         "training/test_stored_base.py",
         ("codes-of-others", "if _stands_for(own, weight.value)", "if True", "from_python"),

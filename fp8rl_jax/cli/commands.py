@@ -250,9 +250,43 @@ class ExportArguments:
     compressed-tensors' layout of version 0.20, or with @modelopt (mxfp8, nvfp4) in ModelOpt's of
     version 0.47; or rollout: of a run, what its rollout computes with. Linears are quantized from
     the model's own values, and the rest is bf16."""
+    calibrate: str = ""
+    """Of nvfp4: JSON lines as `fp8rl compare --input` reads them, on which the inputs of all
+    linears are measured: readers then quantize activations, too (W4A4), with one outer scale for
+    each linear. Unset: weights alone (W4A16)."""
+    max_tokens: int = 512
+    """Longest line with --calibrate; what is longer is truncated."""
+
+    def problems(self) -> list[str]:
+        """Every value that cannot work, one line each; empty where all is well."""
+        if self.max_tokens < 2:
+            return [f"--max-tokens: {self.max_tokens} must be at least 2"]
+        return []
 
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def _with_inputs(arguments: ExportArguments, form: Any, source: Path) -> Any:
+    """The form with the sizes of inputs, as they are on the lines of a file."""
+    from dataclasses import replace
+
+    from fp8rl_jax.compare.inputs import largest_inputs
+    from fp8rl_jax.compare.tokens import as_tokens, from_file
+    from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
+    from fp8rl_jax.weights.load import load_policy
+
+    if form is None or form.layout != "nvfp4":
+        raise UserError(
+            f"--calibrate: of --format {arguments.format} no scale of activations is measured "
+            "beforehand; leave it out, or take nvfp4"
+        )
+    policy = load_policy(source)
+    size, limit = policy.config.vocab_size, policy.config.max_position_embeddings
+    rows = from_file(arguments.calibrate, size, load_tokenizer(source, size), limit)
+    inputs = largest_inputs(policy, as_tokens(rows, arguments.max_tokens))
+    progress(f"--calibrate: the inputs of {len(inputs)} linears on {len(rows)} lines")
+    return replace(form, inputs=inputs)
 
 
 def export(arguments: ExportArguments) -> None:
@@ -290,6 +324,8 @@ def export(arguments: ExportArguments) -> None:
     if dtype == "rollout":
         dtype, arrays = rollout_export(arguments.model, config, arrays)
     form = export_form(dtype)
+    if arguments.calibrate:
+        dtype = form = _with_inputs(arguments, form, source)
     if layout == Layout("e4m3", BLOCK) and form is not None and form.library == "deepseek":
         # from where its scales are found again
         arrays = {name: x.astype(ml_dtypes.bfloat16) for name, x in arrays.items()}

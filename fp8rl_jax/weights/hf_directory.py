@@ -187,10 +187,13 @@ def open_files(directory: str | Path) -> ModelFiles:
     dtypes = _check_shapes_and_dtypes(checkpoint, expected, linears)
     _check_tied_head(config, checkpoint)
     if measured:
+        activations = layout is not None and layout.name == "nvfp4"
         _log.warning(
-            "%s: scales of activations and of the KV cache are not used, a run measures its own: "
+            "%s: scales of activations and of the KV cache are not used, a run measures its own%s: "
             "%s",
             directory,
+            ' (activations in NVFP4, "nvfp4_rows", have an outer scale a row, not one a linear)'
+            * activations,
             listing(measured),
         )
     return ModelFiles(directory, config, layout, checkpoint, expected, linears, dtypes)
@@ -429,8 +432,11 @@ def converted_tensors(
     for name, location in hf_tensors(config).items():
         source = flat[location.path][location.index]
         tensor = _rounded(directory, name, source, export_dtype(location, dtype, source.dtype))
-        stored = form is not None and form.holds(location)
-        yield quantized_tensors(name, tensor, form) if stored else {name: tensor}
+        if form is None or not form.holds(location):
+            yield {name: tensor}
+            continue
+        scale = form.input_scale(location, name.removesuffix(".weight"))
+        yield quantized_tensors(name, tensor, form) | scale
 
 
 def export_dtype(location: Location, dtype: str | ExportForm, source: np.dtype) -> np.dtype:

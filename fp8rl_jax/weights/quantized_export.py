@@ -6,7 +6,7 @@
     mxfp6, mxfp6_up               compressed-tensors 0.20 mxfp6-pack-quantized
     mxfp4, mxfp4_up               compressed-tensors 0.20 mxfp4-pack-quantized
     nvfp4, nvfp4_four_over_six    compressed-tensors 0.20 nvfp4-pack-quantized; ModelOpt 0.47
-                                  W4A16_NVFP4
+                                  W4A16_NVFP4, or NVFP4 with the sizes of inputs
     int4                          compressed-tensors 0.20 pack-quantized
 
 Blocks of several rows, such as nvfp4-16x16, are written as groups along each row, whose scales are
@@ -15,13 +15,15 @@ from the library's one quantizer, on the weight as it is given. Embeddings, lm_h
 and routers stay in 16 bits.
 
 Readers of block FP8 and MXFP8 quantize activations as the recipes do. The others are written for
-weights alone. For NVFP4 activations both libraries have one outer scale for a linear, measured
-beforehand, and no place for a row's own, which is what the recipes compute with.
+weights alone. For NVFP4 activations (W4A4) both libraries have one outer scale for a linear,
+measured beforehand, and no place for a row's own, which is what the recipes compute with: it is
+written where the largest magnitude of each linear's inputs is given (`compare.inputs`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -42,6 +44,8 @@ Library = Literal["deepseek", "compressed-tensors", "modelopt"]
 FP8_BLOCK = "fp8-block"
 _MODELOPT = {"mxfp8": "MXFP8", "nvfp4": "W4A16_NVFP4"}
 _PLAIN = ("bfloat16", "float16", "float32")
+_NVFP4_LARGEST = np.float32(6 * 448)
+"""What an outer scale of 1 reaches: the largest code times the largest scale."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,14 @@ class ExportForm:
         format: of the weights.
         library: whose names the tensors have.
         linears: those that are quantized, such as "layers.3.q_proj"; None: all.
+        inputs: by linear, the largest magnitude that it multiplies, of NVFP4 with activations in
+            NVFP4; None: weights alone.
     """
 
     format: TensorFormat
     library: Library
     linears: frozenset[str] | None = None
+    inputs: Mapping[str, float] | None = None
 
     @property
     def block(self) -> tuple[int, int]:
@@ -78,10 +85,17 @@ class ExportForm:
                 f"{listing(names)}"
             ]
         found = []
-        if self.layout in ("mxfp6", "mxfp4", "nvfp4"):
+        if self.inputs is not None:
+            found.append(
+                f"{self.format.name}: written with one outer scale for each linear's inputs, as "
+                "measured; a recipe finds one for each row, so that readers compute other values"
+            )
+        elif self.layout in ("mxfp6", "mxfp4", "nvfp4"):
             found.append(
                 f"{self.format.name}: written for weights alone, whoever serves it leaves "
                 "activations in 16 bits"
+                + "; --calibrate FILE measures theirs, for W4A4"
+                * (self.layout == "nvfp4")
             )
         if self.layout == "nvfp4":
             found.append(
@@ -103,10 +117,33 @@ class ExportForm:
 
     def holds(self, location: Location) -> bool:
         """Whether a tensor is one of the linears that are quantized."""
-        name = location.path.removeprefix("layers.").removesuffix(".weight")
-        if location.layer is None or name not in of_kind("linear", "experts"):
-            return False
-        return self.linears is None or f"layers.{location.layer}.{name}" in self.linears
+        linear = _linear(location)
+        return linear is not None and (self.linears is None or linear in self.linears)
+
+    def input_scale(self, location: Location, module: str) -> dict[str, np.ndarray]:
+        """Make the tensor that says how large the inputs of a linear are, if there is one.
+
+        compressed-tensors' divides, 2688 / largest [1], and ModelOpt's multiplies, its reciprocal
+        []; 1 where all inputs are 0.
+
+        Args:
+            module: Hugging Face's name of the linear.
+        """
+        linear = _linear(location)
+        if self.inputs is None or linear is None:
+            return {}
+        largest = np.float32(self.inputs[linear]) or _NVFP4_LARGEST
+        if self.library == "modelopt":
+            return {f"{module}.input_scale": np.asarray(largest / _NVFP4_LARGEST)}
+        return {f"{module}.input_global_scale": np.asarray([_NVFP4_LARGEST / largest])}
+
+
+def _linear(location: Location) -> str | None:
+    """A linear as recipes call it, "layers.3.q_proj"; None for other tensors."""
+    name = location.path.removeprefix("layers.").removesuffix(".weight")
+    if location.layer is None or name not in of_kind("linear", "experts"):
+        return None
+    return f"layers.{location.layer}.{name}"
 
 
 def export_form(dtype: str | ExportForm) -> ExportForm | None:
@@ -259,7 +296,7 @@ def quantization_config(form: ExportForm, config: PolicyConfig) -> dict[str, Any
     if form.library == "modelopt":
         return {
             "quant_method": "modelopt",
-            "quant_algo": _MODELOPT[form.layout],
+            "quant_algo": "NVFP4" if form.inputs is not None else _MODELOPT[form.layout],
             "producer": {"name": "modelopt", "version": VERSIONS["modelopt"]},
             "group_size": form.block[1],
             "ignore": [*kept, "model.embed_tokens"],
@@ -277,6 +314,8 @@ def quantization_config(form: ExportForm, config: PolicyConfig) -> dict[str, Any
     if form.layout != "int4":
         weights["scale_dtype"] = "torch.float8_e4m3fn" if form.layout == "nvfp4" else "torch.uint8"
     inputs = weights | {"dynamic": True} if form.layout == "mxfp8" else None
+    if form.inputs is not None:  # a group's scales are found as it comes, the outer one is given
+        inputs = weights | {"dynamic": "local", "observer": "static_minmax"}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": name}
     return {
         "quant_method": "compressed-tensors",

@@ -11,9 +11,12 @@ from tiny_models import gguf_tensors, write_gguf
 
 from fp8rl_jax.cli import main as cli
 from fp8rl_jax.cli.understood import model_lines
+from fp8rl_jax.compare.inputs import largest_inputs
+from fp8rl_jax.compare.tokens import as_tokens, from_file
 from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
 from fp8rl_jax.weights.hf_config import read_policy_config
 from fp8rl_jax.weights.hf_directory import load_policy_arrays
+from fp8rl_jax.weights.load import load_policy
 from fp8rl_jax.weights.quantized_export import export_form, quantized_tensors
 from fp8rl_jax.weights.safetensors_io import read_checkpoint
 
@@ -70,6 +73,33 @@ def test_every_form_comes_from_every_other_and_the_tokenizer_travels(model, tmp_
     )
     assert "quantization_config" not in json.loads((tmp_path / "half" / "config.json").read_text())
     assert load_tokenizer(tmp_path / "again").encode("né") == load_tokenizer(model).encode("né")
+
+
+def test_calibrated_on_lines_an_export_quantizes_activations(model, tmp_path, capsys):
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"prompt": "two and two", "completion": " is 4"}\n{"tokens": [3, 4, 5]}\n')
+    words = ("--model", model, "--calibrate", lines, "--output")
+    assert export(*words, tmp_path / "out", "--format", "nvfp4", "--max-tokens", "8") == 0
+    said = capsys.readouterr().err
+    assert "--calibrate: the inputs of 14 linears on 2 lines" in said
+    assert "activations in 16 bits" not in said
+    policy, size = load_policy(model), 264
+    rows = from_file(str(lines), size, load_tokenizer(model, size), 128)
+    inputs = largest_inputs(policy, as_tokens(rows, 8))
+    written = read_checkpoint(tmp_path / "out").tensors
+    for place, ours in (("self_attn.k", "k"), ("self_attn.q", "q"), ("mlp.down", "down")):
+        scale = written[f"model.layers.1.{place}_proj.input_global_scale"]
+        np.testing.assert_array_equal(
+            scale, np.float32(2688) / np.float32(inputs[f"layers.1.{ours}_proj"])
+        )
+    assert inputs["layers.1.k_proj"] == inputs["layers.1.q_proj"] != inputs["layers.1.down_proj"]
+    capsys.readouterr()
+    for form in ("mxfp8", "bf16"):
+        assert export(*words, tmp_path / "no", "--format", form) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert f"--calibrate: of --format {form} no scale of activations" in error
+    assert export(*words, tmp_path / "no", "--format", "nvfp4", "--max-tokens", "1") == 2
+    assert "--max-tokens: 1 must be at least 2" in capsys.readouterr().err
 
 
 def test_a_run_is_exported_as_its_rollout_served_it(model, tmp_path, capsys):

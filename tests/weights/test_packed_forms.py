@@ -19,6 +19,7 @@ from tiny_models import LLAMA, MOE, QWEN3, random_tensors, write_model
 from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.forms import rollout_policy
+from fp8rl_jax.models.policy import linear_names
 from fp8rl_jax.weights.hf_config import config_json
 from fp8rl_jax.weights.hf_directory import export_policy, load_policy_arrays
 from fp8rl_jax.weights.layouts import read_quantization
@@ -89,8 +90,9 @@ def oracle(library, preset):
         ("modelopt", "MXFP8_DEFAULT_CFG", "mxfp8, a scale for 1 x 32"),
     ],
 )
-def test_other_libraries_checkpoints_have_their_values(library, preset, layout, tmp_path):
-    """They compute in bfloat16, where exact products of an INT4 code and its scale are rounded."""
+def test_other_libraries_checkpoints_have_their_values(library, preset, layout, tmp_path, caplog):
+    """They compute in bfloat16, where exact products of an INT4 code and its scale are rounded. Of
+    W4A4 the weights are read, and it is said that the scale of the inputs is not used."""
     parts, config, expected = oracle(library, preset)
     write(tmp_path, LLAMA, with_linear(LLAMA, parts), config)
     assert str(read_quantization(tmp_path)) == layout
@@ -99,6 +101,10 @@ def test_other_libraries_checkpoints_have_their_values(library, preset, layout, 
     assert value.dtype == np.float32
     # ModelOpt drops the sign of a zero
     assert np.array_equal(value.astype(BF16), expected)
+    inputs = [f"{K}.{name}" for name in parts if name.startswith("input")]
+    assert len(inputs) == (layout[:5] == "nvfp4")
+    said = "have an outer scale a row, not one a linear): "
+    assert [line.partition(said)[2] for line in caplog.messages] == inputs
 
 
 def test_weights_alone_and_modelopts_own_file_say_the_same(tmp_path):
@@ -306,6 +312,52 @@ def test_exports_have_the_parts_of_the_other_libraries(tmp_path):
         ours = quantized_tensors("weight", weight, export_form(form))
         wanted = {n: (x.dtype, x.shape) for n, x in theirs.items() if not n.startswith("input")}
         assert {name: (x.dtype, x.shape) for name, x in ours.items()} == wanted, form
+
+
+@pytest.mark.parametrize(
+    ("form", "library", "preset", "largest"),
+    [
+        ("nvfp4", "compressed-tensors", "NVFP4", 3.0),
+        ("nvfp4@modelopt", "modelopt", "NVFP4_DEFAULT_CFG", 3.703125),
+    ],
+)
+def test_with_the_sizes_of_inputs_activations_are_nvfp4_too(
+    form, library, preset, largest, tmp_path, caplog
+):
+    """The scale of a linear's inputs has the bits of theirs, config.json says what theirs does, and
+    the weights are those without it."""
+    parts, theirs, _ = oracle(library, preset)
+    config, arrays = (
+        LLAMA,
+        load_policy_arrays(write_model(tmp_path, LLAMA, random_tensors(LLAMA)))[1],
+    )
+    inputs = dict.fromkeys(linear_names(config), largest) | {"layers.1.o_proj": 0.0}
+    alone = export_policy(tmp_path / "alone", config, arrays, form)
+    made = dataclasses.replace(export_form(form), inputs=inputs)
+    both = export_policy(tmp_path / "both", config, arrays, made)
+    written, before = read_checkpoint(both).tensors, read_checkpoint(alone).tensors
+    (part,) = (name for name in parts if name.startswith("input"))
+    assert written.keys() - before.keys() == {
+        f"{name.removesuffix('weight_scale')}{part}"
+        for name in before
+        if "weight_scale" == name[-12:]
+    }
+    scale = written[f"{K}.{part}"]
+    assert (scale.dtype, scale.shape) == (parts[part].dtype, parts[part].shape)
+    assert scale.tobytes() == parts[part].tobytes()
+    assert written[f"model.layers.1.self_attn.o_proj.{part}"] == 1  # of zeros alone
+    said = json.loads((both / "config.json").read_text())["quantization_config"]
+    theirs = theirs["quantization_config"]
+    if library == "modelopt":
+        assert said["quant_algo"] == theirs["quant_algo"] == "NVFP4"
+    else:
+        said, theirs = (x["config_groups"]["group_0"] for x in (said, theirs))
+        assert said["input_activations"] == theirs["input_activations"]
+    for path, values in load_policy_arrays(both)[1].items():
+        assert np.array_equal(values, load_policy_arrays(alone)[1][path]), path
+    assert "have an outer scale a row" in caplog.text
+    (line,) = made.remarks(MOE)[:1]
+    assert "one outer scale for each linear's inputs" in line
 
 
 @pytest.mark.parametrize(
