@@ -163,8 +163,9 @@ def overview(records: Records, model: str) -> Table:
         {model}, float32 compute, {sets} sets of {settings["prompts"]} prompts, {settings["new_tokens"]} tokens of each, sampled
         by the side under test. Bits of a weight with its scales. Errors are relative, root mean square, of weights over a
         matrix, of activations the median over tokens; medians over layers and kinds of linear. k3: median over the sets of
-        prompts, with a 95 % interval by bootstrap over the sets; the mean beside it, which a few tokens make. Rollout-only:
-        served in the format, scored in float32. Unified: scored in the same formats, not exact. Under exact it is 0.0.
+        prompts, with a 95 % interval by bootstrap over these sets, one completion of each prompt
+        ([with other prompts](#with-other-prompts)); the mean beside it, which a few tokens make. Rollout-only: served in the
+        format, scored in float32. Unified: scored in the same formats, not exact. Under exact it is 0.0.
     """
     heads = [
         *("weights", "activations", "bits", "error of weights", "of activations"),
@@ -369,16 +370,22 @@ def repeated(records: Records) -> Table | None:
     numbers = sorted({entry["batch"] for entry in records.entries("mismatch", flow="both")})
     if len(numbers) < 2:
         return None
-    rows = []
+    rows, inside = [], []
     for name in records.names():
         found = [records.k3(name, "both", number) for number in numbers]
         if all(found):
-            cells = [f"{np.median(of):.2g} / {np.mean(of):.2g}" for of in found]
-            rows.append([f"`{name}`", *cells])
-    about = "k3, rollout-only, median / mean over the sets, with other problems of the same tasks and other draws."
-    return Table(
-        "With other prompts", about, ["format", *(f"batch {number}" for number in numbers)], rows
-    )
+            _, low, high = median(found[0])
+            inside += [low <= np.median(of) <= high for of in found[1:]]
+            means = " / ".join(f"{np.mean(of):.2g}" for of in found)
+            rows.append([f"`{name}`", *map(_interval, found), means])
+    about = f"""
+        k3, rollout-only, of other problems of the same tasks and other draws. An interval is over the sets of one batch: it says
+        how far the median would move with other sets of this kind, and nothing of other tasks. Another batch's median is as
+        uncertain itself, so that about five of six are to be expected in the interval of the first. Here {sum(inside)} of
+        {len(inside)} are; all rows have the same prompts, so that these are not independent.
+    """
+    heads = ["format", *(f"batch {number}" for number in numbers), "means"]
+    return Table("With other prompts", about, heads, rows)
 
 
 def tables(records: Records) -> list[Table]:

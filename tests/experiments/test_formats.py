@@ -197,6 +197,12 @@ def test_the_page_of_a_record(tmp_path):
     (tmp_path / "mismatch.json").write_text(json.dumps(record))
     first, *rest = page.tables(page.Records(tmp_path))
     assert [each.heading for each in rest] == ["Beside fake quantization in torch"]
+    again = {"row": "mxfp8", "flow": "both", "batch": 1, "k3": [0.05] * 10}
+    (tmp_path / "mismatch.json").write_text(json.dumps(record | {"entries": [*entries, again]}))
+    *_, other = page.tables(page.Records(tmp_path))
+    cells = ["0.04 (0.04 to 0.04)", "0.05 (0.05 to 0.05)", "0.04 / 0.05"]
+    assert other.rows == [["`mxfp8`", *cells]]
+    assert "Here 0 of 1 are" in " ".join(other.about.split())
     assert first.rows[0][:3] == ["`bfloat16`", "the same", "16.00"]
     assert first.rows[1][:3] == ["`mxfp8`", "the same", "8.25"]
     cells = ["0.04 (0.04 to 0.04)", "0.04", "0.02 (0.02 to 0.02)", "0.01 (0.01 to 0.01)"]
