@@ -28,7 +28,10 @@ is out of the loss and of its denominator. IcePop differs in that: it gives such
 Where they come from: truncated importance sampling, https://fengyao.notion.site/off-policy-rl and
 arXiv 2601.18150 (FP8-RL); IcePop, arXiv 2510.18855 (Ring-1T); sequence-level masking (MIS),
 geometric and k3 rejection, https://richardli.xyz/rl-collapse ("When Speed Kills Stability") and
-arXiv 2512.23075.
+arXiv 2512.23075; KPop, https://ringtech.notion.site/kpop, by its authors' code (areal-project/AReaL
+commit cbff54d6, areal/utils/functional/functional.py): weights rho without a bound, and a token
+whose binary KL divergence is above 0.1 has weight 0 and stays in the denominator. The 0.1 is the
+authors' post's, as prime-rl #3283 gives it; AReaL's own default is 2.
 """
 
 from __future__ import annotations
@@ -63,6 +66,12 @@ _TOKEN_BOUNDS = {"reject": ("token_k1:0.5:2",)}
 _PRODUCT = {"reject": ("seq_sum_k1:0.5:2",)}
 _GEOMETRIC = {"reject": ("seq_mean_k1:0.999:1.001",)}
 _K3 = {"reject": ("seq_mean_k3:0.01",)}
+_KPOP = {
+    "weights": "token",
+    "bounds": "keep",
+    "reject": ("token_binary_kl:0.1",),
+    "denominator": "all",
+}
 
 _VERL = {"inverse_k1": True}
 _BYPASS = _VERL | {"mode": "bypass", "denominator": "all"}
@@ -78,6 +87,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "token_mis": _TOKEN | _TOKEN_BOUNDS,
     "geometric": _GEOMETRIC,
     "k3": _K3,
+    "kpop": _KPOP,
     "verl_decoupled_token_is": _VERL | _TOKEN,
     "verl_decoupled_seq_is": _VERL | _SEQUENCE,
     "verl_decoupled_token_icepop": _VERL | _ICEPOP,
@@ -124,7 +134,7 @@ _STATISTICS = tuple(
     for k in ("k1", "k2", "k3")
     if (level, k) != ("seq_max", "k1")
 )
-CRITERIA = (*_STATISTICS, "seq_mean_error")
+CRITERIA = (*_STATISTICS, "seq_mean_error", "token_binary_kl")
 """What a rejection criterion may look at; the table is in rl/correction.py."""
 
 
@@ -136,7 +146,7 @@ class Criterion:
     level: str
     """token, seq_sum, seq_mean or seq_max."""
     statistic: str
-    """k1, k2, k3 or error."""
+    """k1, k2, k3, error or binary_kl."""
     low: float
     """Lower bound: of the ratio for k1, else minus infinity."""
     high: float
@@ -155,7 +165,8 @@ class Criterion:
         name, *words = text.split(":") if isinstance(text, str) else [repr(text)]
         if name not in CRITERIA:
             raise UserError(f"rl.correction.reject: {name!r} is none of {', '.join(CRITERIA)}")
-        level, _, statistic = name.rpartition("_")
+        level = next(level for level in _LEVELS if name.startswith(f"{level}_"))
+        statistic = name.removeprefix(f"{level}_")
         try:
             bounds = [float(word) for word in words]
         except ValueError:
@@ -177,7 +188,7 @@ class Criterion:
         return cls(level, statistic, low, high)
 
 
-_EXAMPLE = {"k1": "0.5:2", "k2": "0.5", "k3": "0.01", "error": "2"}
+_EXAMPLE = {"k1": "0.5:2", "k2": "0.5", "k3": "0.01", "error": "2", "binary_kl": "0.1"}
 
 
 @dataclass(frozen=True)
@@ -192,7 +203,7 @@ class CorrectionConfig:
     method: _CorrectionMethod = "recipe"
     """The preset that fills what is unset below. recipe: as the precision recipe says. none:
     nothing. token_tis: token weights min(rho, 2). sequence_tis, icepop, mis, token_mis, geometric,
-    k3, and the rows of verl and NeMo RL: config/correction.py."""
+    k3, kpop, and the rows of verl and NeMo RL: config/correction.py."""
     mode: _CorrectionMode | None = None
     """decoupled: clip pi_theta / pi_old, then weight by rho. bypass: no pi_old; pi_theta /
     pi_rollout takes both parts."""
@@ -218,8 +229,8 @@ class CorrectionConfig:
     bounds."""
     reject: tuple[str, ...] | None = None
     """Criteria that a token or sequence must all pass, such as "seq_mean_k1:0.999:1.001"
-    (geometric), "seq_mean_k3:0.01", "seq_max_k3:0.5" (veto by maximum), "token_k1:0.5:2"; the
-    statistics: rl/correction.py."""
+    (geometric), "seq_mean_k3:0.01", "seq_max_k3:0.5" (veto by maximum), "token_k1:0.5:2",
+    "token_binary_kl:0.1" (KPop); the statistics: rl/correction.py."""
     inverse_k1: bool | None = None
     """k1 bounds are on pi_rollout / pi_train (verl's code) and not on pi_train / pi_rollout:
     another test where they are not reciprocal."""

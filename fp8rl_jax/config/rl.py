@@ -13,7 +13,7 @@ them a file of experiments/recipes to lay over a run's:
                                        aggregation as it is
     GSPO           arXiv 2507.18071    ratio = "sequence", aggregation = "sequence_mean", clip_low =
                                        3e-4, clip_high = 4e-4
-    CISPO          arXiv 2506.13585    objective = "cispo", clip_low = 1
+    CISPO          arXiv 2506.13585    objective = "cispo", clip_low = 1, clip_high = 4
     RLOO           arXiv 2402.14740    advantage.estimator = "rloo", objective = "reinforce",
                                        aggregation = "sequence_sum"
     REINFORCE++    arXiv 2501.03262    advantage.estimator = "reinforce_pp" or
@@ -39,12 +39,12 @@ ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"
 """Built-in advantage estimators; rl/advantages.py has the functions."""
 SELECTIONS = ("informative", "finished")
 """Built-in rules of which samples teach; rl/selection.py has the functions."""
-OBJECTIVES = ("clip", "cispo", "reinforce")
+OBJECTIVES = ("clip", "cispo", "reinforce", "p3o")
 """Built-in objectives; rl/objectives.py has the functions."""
 _RatioLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k1", "k2", "k3"]
 _KLGradient = Literal["estimator", "k2", "score"]
-_Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
+_Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length", "token_sum"]
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,9 @@ class LossConfig:
 
     objective: str = "clip"
     """clip: PPO's clipped surrogate. cispo: -sg(clip(r)) * A * log pi_theta. reinforce: -A * log
-    pi_theta, no ratio. Or a function of your own, `module:function` or `path/to/file.py:function`:
-    docs/objectives.md."""
+    pi_theta, no ratio. p3o: -sg(min(r, E)) * A * log pi_theta and a KL term of 1 - E, with E the
+    effective part of the sample (correction.mode "bypass"). Or a function of your own,
+    `module:function` or `path/to/file.py:function`: docs/objectives.md."""
     objective_args: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of a function of your own: objective_args = { alpha = 0.5 }."""
     ratio: _RatioLevel = "token"
@@ -162,7 +163,8 @@ class LossConfig:
     """token_mean: the sum over all tokens of the global batch, divided by their number (DAPO).
     sequence_mean: the mean over completions of their means over tokens (GRPO, GSPO). sequence_sum:
     the mean over completions of their sums; and that, divided by a constant length, is fixed_length
-    (Dr. GRPO)."""
+    (Dr. GRPO). token_sum: the sum over all tokens, undivided (verl); the metrics loss and
+    policy_loss are means over tokens."""
     fixed_length: int | None = None
     """The constant of fixed_length, in tokens; unset: the width of the batch, which is
     rollout.max_new_tokens, and of episodes (task.max_turns above 1) rollout.max_prompt_tokens +

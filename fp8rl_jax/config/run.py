@@ -313,6 +313,7 @@ class RunConfig:
 
     def problems(self) -> list[str]:
         """List the faults between keys, one line each; empty where all is well."""
+        of_samplers = self.rl.correction.value("mode") == "bypass"
         rollout, trainer, episodes = self.rollout, self.trainer, self.task.max_turns > 1
         faults, recipe = [], None
         try:
@@ -442,6 +443,16 @@ class RunConfig:
                 not (episodes and (self.rl.overlong.buffer or self.rl.overlong.filter)),
                 "rl.overlong: its length is that of one completion; leave buffer and filter "
                 "unset with task.max_turns above 1",
+            ),
+            (
+                self.rl.objective != "p3o" or of_samplers,
+                'rl.objective: "p3o" has the ratio to the policy that sampled; set '
+                'rl.correction.mode = "bypass"',
+            ),
+            (
+                self.rl.objective != "p3o" or not trainer.micro_batch_prompts,
+                "trainer.micro_batch_prompts: the effective part of the sample, which rl.objective "
+                '"p3o" weighs by, is of a whole update; set it to 0',
             ),
             (
                 not (episodes and self.rl.selection),

@@ -94,7 +94,7 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
             "rl.clip_calibration",
             "rl.clip_calibration.enabled is false",
         ),
-        (rl.objective == "reinforce", clips, 'rl.objective is "reinforce"'),
+        (rl.objective in ("reinforce", "p3o"), clips, f'rl.objective is "{rl.objective}"'),
         (
             reinforced,
             f"rl.objective rl.ratio {clips}",

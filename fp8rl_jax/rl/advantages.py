@@ -5,7 +5,9 @@ Dr. GRPO, RLOO), or with those of the whole batch (REINFORCE++). GRPO divides th
 group's standard deviation, which gives an easy and a hard prompt the same say; Dr. GRPO does not,
 because the division over-weights prompts that are nearly always, or nearly never, solved. A group
 of equal rewards has no gradient and gets exact zeros: rewards are compared with each other, since
-the rounding of their mean, divided by epsilon, could pass for a signal.
+the rounding of their mean, divided by epsilon, could pass for a signal. Departs from verl where a
+prompt has a single valid completion: with nothing to compare with it is 0 above its group here, and
+its whole reward there.
 
 Any other estimator is a function of one's own with the signature of those below
 (docs/objectives.md), `rl.advantage.estimator = "module:function"`:
@@ -77,9 +79,6 @@ def rloo(inputs: RewardInputs, config: AdvantageConfig) -> Float[Array, "P n"]:
     """Compare with the other completions of the prompt: RLOO, r - mean of the others.
 
     arXiv 2402.14740.
-
-    Departs from verl where a prompt has a single valid completion: it gets 0 here, and its reward
-    there.
     """
     count = masked_count(inputs.valid, axis=1)[:, None]
     return _unless_constant(_deviation(inputs) * safe_divide(count, count - 1.0), inputs)

@@ -49,14 +49,19 @@ sequence is held to bounds:
                 negative and, unlike k1, does not let a high token hide a low one
     error       exp |x|, at most high; its mean over a sequence is NeMo RL's
                 seq_logprob_error_threshold
+    binary_kl   the larger of D(p, q) and D(q, p), at most high, with p and q the probabilities of
+                the sampled token under the two policies and D(p, q) = p log(p / q) + (1 - p)
+                log((1 - p) / (1 - q)), the KL divergence over "this token" and "another": KPop. A
+                bound of it is wide in the ratio where the token is rare and narrow where it is
+                likely
 
     token_*     of the token itself, which is rejected alone
     seq_*       the sum (seq_sum_), mean (seq_mean_) or maximum (seq_max_) over the sequence: one
                 bad token rejects them all ("veto")
 
 Several criteria are joined by "and". Sources: https://richardli.xyz/rl-collapse (parts 1 - 3),
-arXiv 2512.23075 (trust region masking), k1 - k3: http://joschu.net/blog/kl-approx.html. verl's
-bounds of k1 act on 1 / rho: `inverse_k1`.
+arXiv 2512.23075 (trust region masking), k1 - k3: http://joschu.net/blog/kl-approx.html, KPop:
+https://ringtech.notion.site/kpop. verl's bounds of k1 act on 1 / rho: `inverse_k1`.
 """
 
 from __future__ import annotations
@@ -87,7 +92,10 @@ from fp8rl_jax.rl.metrics import (
 
 
 def correction(
-    log_ratio: Float[Array, "B T"], mask: Mask, config: CorrectionConfig
+    log_ratio: Float[Array, "B T"],
+    mask: Mask,
+    config: CorrectionConfig,
+    logprobs: Float[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T"], Mask, Metrics]:
     """Compute the weights of a rollout's tokens, and the mask of those that stay in the loss.
 
@@ -100,6 +108,8 @@ def correction(
             anything.
         mask: completion tokens.
         config: with a method by name; "recipe" has a meaning in a run only.
+        logprobs: logp_old itself, float32, which a criterion of binary_kl needs beside its
+            difference.
 
     Returns:
         weights: constants for the gradient, 0 outside the returned mask; 1 where the config asks
@@ -114,6 +124,7 @@ def correction(
     Raises:
         UserError: the method is still "recipe"; or weights that are not built in, as
             `importance_weights` says.
+        ValueError: another shape than the mask's, or logprobs are missing.
     """
     check_shapes(mask, log_ratio=log_ratio)
     config = config.filled()
@@ -133,7 +144,7 @@ def correction(
         metrics["correction/normalizer"] = Mean(divisor, jnp.ones_like(divisor))
     if not config.reject:
         return jnp.where(counted, weights, 0.0), mask, metrics
-    kept = kept_tokens(log_ratio, counted, config)
+    kept = kept_tokens(log_ratio, counted, config, logprobs)
     metrics["correction/reject_frac"] = Mean.of(~kept, counted)
     metrics["correction/reject_seq_frac"] = Mean.of(
         (counted & ~kept).any(axis=1), counted.any(axis=1)
@@ -305,7 +316,10 @@ def _normalize_weights(
 
 
 def kept_tokens(
-    log_ratio: Float[Array, "B T"], mask: Mask, config: CorrectionConfig
+    log_ratio: Float[Array, "B T"],
+    mask: Mask,
+    config: CorrectionConfig,
+    logprobs: Float[Array, "B T"] | None = None,
 ) -> Bool[Array, "B T"]:
     """Find the tokens of `mask` that pass every criterion of `config.reject`.
 
@@ -318,7 +332,12 @@ def kept_tokens(
         log_ratio: log rho of each sampled token; padding may hold anything.
         mask: completion tokens.
         config: reject, inverse_k1, overflow.
+        logprobs: logp_old, as in `correction`.
+
+    Raises:
+        ValueError: a criterion of binary_kl, and no logprobs.
     """
+    check_shapes(mask, log_ratio=log_ratio, logprobs=logprobs)
     kept = mask.astype(bool)
     log_ratio = jnp.where(kept, log_ratio, 0.0)
     if config.value("overflow") == "clamp":
@@ -326,7 +345,12 @@ def kept_tokens(
     else:
         log_ratio = jnp.nan_to_num(log_ratio, nan=0.0, posinf=0.0, neginf=0.0)
     for criterion in config.criteria():
-        statistic = _statistic(log_ratio, mask, criterion, config.value("inverse_k1"))
+        if criterion.statistic != "binary_kl":
+            statistic = _statistic(log_ratio, mask, criterion, config.value("inverse_k1"))
+        elif logprobs is None:
+            raise ValueError("rl.correction.reject: binary_kl needs logprobs, which were not given")
+        else:
+            statistic = _binary_kl(jnp.where(kept, logprobs, 0.0), log_ratio)
         low, high = criterion.low, criterion.high
         if criterion.statistic == "k1":
             low, high = math.log(low), math.log(high)
@@ -350,3 +374,16 @@ def _statistic(
         return values
     reductions = {"seq_sum": masked_sum, "seq_mean": masked_mean, "seq_max": masked_max}
     return reductions[criterion.level](values, mask, axis=1)[:, None]
+
+
+def _binary_kl(
+    logprobs: Float[Array, "B T"], log_ratio: Float[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """The larger of D(p, q) and D(q, p), with p = exp(logprobs) and q = p / rho. Probabilities are
+    held in [1e-6, 1 - 1e-6], as in prime-rl #3283: 1 - 1e-8, AReaL's, is 1 in float32."""
+    p, q = (
+        jnp.clip(jnp.exp(x), 1e-6, 1 - 1e-6)
+        for x in (jax.lax.stop_gradient(logprobs), jax.lax.stop_gradient(logprobs) - log_ratio)
+    )
+    of_token, of_others = jnp.log(p / q), jnp.log((1 - p) / (1 - q))
+    return jnp.maximum(p * of_token + (1 - p) * of_others, -(q * of_token + (1 - q) * of_others))

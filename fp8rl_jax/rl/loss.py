@@ -24,6 +24,8 @@ averaged, and equal the big batch's. `aggregation` says what is summed and divid
     sequence_sum    sum over tokens / completions: the policy gradient of whole completions, RLOO's
     fixed_length    sum over tokens / (completions * length): as before at another scale. Dr. GRPO,
                     arXiv 2503.20783
+    token_sum       sum over tokens, divided by nothing: verl's token-sum. The loss grows with the
+                    batch
 
 A completion counts while it has a token in the mask. Departs from verl in that: there, completions
 that rejection has emptied still count in the three sequence modes, where the trainer gives the size
@@ -227,7 +229,9 @@ def corrected_policy_loss(
     bypass = settings.mode == "bypass"
     old = inputs.logprobs if bypass or inputs.old_logprobs is None else inputs.old_logprobs
     old = jax.lax.stop_gradient(old)
-    weights, mask, correction_metrics = correction(old - rollout_logprobs, inputs.mask, settings)
+    weights, mask, correction_metrics = correction(
+        old - rollout_logprobs, inputs.mask, settings, old
+    )
     loss, metrics = policy_loss(
         dataclasses.replace(
             inputs, old_logprobs=rollout_logprobs if bypass else old, weights=weights, mask=mask
@@ -249,9 +253,10 @@ def _loss_settings(config: RLConfig) -> RLConfig:
 def aggregate(values: Shaped[Array, "B T"], mask: Mask, config: LossConfig) -> Mean:
     """Compute the rows' share of the batch's mean.
 
-    Numerators and denominators of micro-batches add up to the whole batch's.
+    Numerators and denominators of micro-batches add up to the whole batch's. A token_sum's mean is
+    that over tokens: only its loss is not divided.
     """
-    if config.aggregation == "token_mean":
+    if config.aggregation in ("token_mean", "token_sum"):
         return Mean.of(values, mask)
     completions = masked_count(mask.astype(bool).any(axis=1))
     match config.aggregation:
@@ -265,13 +270,15 @@ def aggregate(values: Shaped[Array, "B T"], mask: Mask, config: LossConfig) -> M
 
 
 def loss_denominator(mask: Mask, config: LossConfig) -> Float[Array, ""]:
-    """Compute what the loss of the global batch divides by, at least 1.
+    """Compute what the loss of the global batch divides by, at least 1; 1 for token_sum.
 
     Args:
         mask: the tokens in the loss, of the whole batch: after a rejection that takes tokens out of
             the denominator.
         config: aggregation, fixed_length.
     """
+    if config.aggregation == "token_sum":
+        return jnp.float32(1)
     return jnp.maximum(aggregate(mask, mask, config).denominator, 1.0)
 
 

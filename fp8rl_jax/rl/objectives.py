@@ -9,6 +9,13 @@ With r = pi_theta / pi_old and advantage A:
                 2506.13585. Every token keeps its gradient, with a bounded weight. The paper has no
                 lower bound: clip_low = 1
     reinforce   -A log pi_theta: Williams 1992; RLOO and REINFORCE++ without their ratio
+    p3o         -sg(min(r, E)) A log pi_theta + (1 - E) KL(pi_theta || pi_old): P3O, arXiv
+                2605.12380. E = (sum r)^2 / (n sum r^2) of the batch's n tokens is the effective
+                part of the sample, 1 where all r are 1: what the batch says of itself takes the
+                place of clip_low and clip_high. pi_old is the policy that sampled, so it needs
+                correction mode "bypass"; and E is of the whole update, so it does not go with
+                micro-batches. By the authors' code (FeynRL-project/FeynRL commit 4f7eafe0,
+                algs/P3O/p3o.py), which takes E of each micro-batch
 
 Any other is a function of one's own with the same signature (docs/objectives.md), `rl.objective =
 "module:function"`:
@@ -166,7 +173,35 @@ def reinforce(
     return -inputs.advantages * inputs.logprobs, _clipped(nowhere, nowhere)
 
 
-BUILT_IN: dict[str, Objective] = {"clip": clip, "cispo": cispo, "reinforce": reinforce}
+def p3o(inputs: TokenInputs, config: LossConfig) -> tuple[Losses, dict[str, Shaped[Array, "B T"]]]:
+    """Weigh REINFORCE by the ratio up to the effective part of the sample, and pull the policy back
+    to the one that sampled by what is missing of it: P3O.
+
+    The divergence is log r + exp(-log r) - 1, with the exponent held in +-10 as in FeynRL: a token
+    beyond that is pushed on by the first term, with a derivative of at most 1. Measures where the
+    weight is cut, and the effective part as objective/ess. Departs from FeynRL in the log-ratio of
+    r, which is clamped to +-20.
+    """
+    ratio, mask = jax.lax.stop_gradient(inputs.ratio), inputs.mask
+    effective = safe_divide(
+        masked_sum(ratio, mask) ** 2, masked_count(mask) * masked_sum(ratio**2, mask)
+    )
+    weight = jnp.minimum(ratio, effective)
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    divergence = log_ratio + jnp.expm1(jnp.clip(-log_ratio, -10.0, 10.0))
+    losses = -weight * inputs.advantages * inputs.logprobs + (1 - effective) * divergence
+    metrics: dict[str, Shaped[Array, "B T"]] = dict(
+        _clipped(jnp.zeros_like(mask), ratio > effective)
+    )
+    return losses, metrics | {"objective/ess": jnp.broadcast_to(effective, mask.shape)}
+
+
+BUILT_IN: dict[str, Objective] = {
+    "clip": clip,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "p3o": p3o,
+}
 
 
 def token_losses(

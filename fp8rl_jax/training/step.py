@@ -220,9 +220,8 @@ def correct(batch: Batch, config: RLConfig) -> tuple[Batch, rl.Metrics]:
     ):
         return batch, {}
     mask = batch.mask if batch.loss_mask is None else batch.loss_mask
-    weights, mask, metrics = rl.correction(
-        batch.old_logprobs - batch.rollout_logprobs, mask, config.correction
-    )
+    log_ratio = batch.old_logprobs - batch.rollout_logprobs
+    weights, mask, metrics = rl.correction(log_ratio, mask, config.correction, batch.old_logprobs)
     return replace(batch, weights=weights, loss_mask=mask), metrics
 
 

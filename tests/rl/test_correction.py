@@ -165,10 +165,23 @@ def test_normalized_weights_average_to_one(make_batch, level):
     )
 
 
-def reference_statistic(x, name):
-    """Of one completion's log-ratios, in float64."""
-    level, _, kind = name.rpartition("_")
-    values = {"k1": x, "k2": x**2 / 2, "k3": np.exp(x) - 1 - x, "error": np.exp(np.abs(x))}[kind]
+def binary_kl(p, q):
+    """KL(Bernoulli(p) || Bernoulli(q)): compute_binary_kl_divergence of areal-project/AReaL (commit
+    cbff54d6, areal/utils/functional/functional.py), in float64."""
+    return p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
+
+
+def reference_statistic(x, logprobs, name):
+    """Of one completion's log-ratios and log-probabilities, in float64."""
+    level = "token" if name == "token_binary_kl" else name.rpartition("_")[0]
+    p, q = np.exp(logprobs), np.exp(logprobs - x)
+    values = {
+        "k1": x,
+        "k2": x**2 / 2,
+        "k3": np.exp(x) - 1 - x,
+        "error": np.exp(np.abs(x)),
+        "binary_kl": np.maximum(binary_kl(p, q), binary_kl(q, p)),
+    }[name.removeprefix(f"{level}_")]
     return (
         values
         if level == "token"
@@ -180,8 +193,11 @@ def reference_statistic(x, name):
 def test_every_criterion_matches_float64(make_batch, spoil_padding, name):
     batch = make_batch(3, spread=0.3)
     mask, log_ratio = batch["mask"], log_ratio_of(batch)
+    # both are probabilities
+    batch["old"] = np.minimum(batch["old"], -0.01 + np.minimum(log_ratio, 0))
+    logprobs = batch["old"].astype(np.float64)
     statistics = {
-        b: reference_statistic(log_ratio[b][mask[b]].astype(np.float64), name)
+        b: reference_statistic(log_ratio[b][mask[b]].astype(np.float64), logprobs[b][mask[b]], name)
         for b in np.flatnonzero(mask.any(1))
     }
     flat = np.concatenate([np.atleast_1d(value) for value in statistics.values()])
@@ -190,7 +206,10 @@ def test_every_criterion_matches_float64(make_batch, spoil_padding, name):
     floor = low if name.endswith("k1") else -np.inf
     config = rl.CorrectionConfig(method="none", reject=(text,))
     weights, kept, metrics = correction(
-        jnp.asarray(spoil_padding(log_ratio, mask)), jnp.asarray(mask), config
+        jnp.asarray(spoil_padding(log_ratio, mask)),
+        jnp.asarray(mask),
+        config,
+        jnp.asarray(spoil_padding(batch["old"], mask)),
     )
     expected = np.zeros_like(mask)
     for b, value in statistics.items():
@@ -203,6 +222,24 @@ def test_every_criterion_matches_float64(make_batch, spoil_padding, name):
     )
     whole = (expected == mask).all(1)[mask.any(1)]
     np.testing.assert_allclose(values["correction/reject_seq_frac"], 1 - whole.mean(), rtol=1e-5)
+
+
+def test_kpop_has_whole_weights_and_zeroes_tokens_by_the_probabilities_themselves():
+    """As AReaL's apply_rejection_sampling with metric "binary_kl", of bound 0.1: the same ratio
+    passes where the token is rare and not where it is likely; what is rejected still counts."""
+    p, q = np.array([[0.001, 0.6, 0.2, 1.0, 0.5]]), np.array([[0.004, 0.15, 0.8, 1.0, 1.0]])
+    mask = np.ones(p.shape, bool)
+    weights, kept, metrics = correction(
+        jnp.log(p / q), jnp.asarray(mask), rl.CorrectionConfig(method="kpop"), jnp.log(p)
+    )
+    held = np.clip([p, q], 1e-6, 1 - 1e-6)
+    passes = np.maximum(binary_kl(*held), binary_kl(*held[::-1])) <= 0.1
+    np.testing.assert_array_equal(passes, [[True, False, False, True, False]])
+    np.testing.assert_allclose(weights, np.where(passes, p / q, 0), rtol=1e-5)
+    assert kept.all()
+    np.testing.assert_allclose(rl.metric_values(metrics)["correction/reject_frac"], 0.6)
+    with pytest.raises(ValueError, match="binary_kl needs logprobs"):
+        correction(jnp.log(p / q), jnp.asarray(mask), rl.CorrectionConfig(method="kpop"))
 
 
 def test_bounds_of_k1_are_on_the_ratio_and_in_verls_on_its_inverse():

@@ -87,6 +87,13 @@ def test_whole_batch_statistics_survive_micro_batches(batch):
 def test_a_correction_made_before_is_used_as_it_is(batch):
     made, metrics = correct(batch, CONFIG.rl)
     assert made.loss_mask.sum() < batch.mask.sum() and "correction/normalizer" in metrics
+    kpop = rl.CorrectionConfig("kpop", reject=("token_binary_kl:1e-4",), denominator="kept")
+    log_ratio = batch.old_logprobs - batch.rollout_logprobs
+    weights, kept, _ = rl.correction(log_ratio, batch.mask, kpop, batch.old_logprobs)
+    assert 0.1 < kept.sum() / batch.mask.sum() < 0.9
+    found, _ = correct(batch, rl.RLConfig(correction=kpop))
+    np.testing.assert_allclose(found.weights, weights, rtol=1e-6)
+    np.testing.assert_array_equal(found.loss_mask, kept)
     again, nothing = correct(made, CONFIG.rl)
     assert nothing == {}
     np.testing.assert_array_equal(again.weights, made.weights)

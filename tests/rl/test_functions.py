@@ -229,7 +229,7 @@ def test_a_configuration_with_functions_is_written_and_read_back(tmp_path):
     [
         (
             lambda: rl.LossConfig(objective="ppo"),
-            r"rl.objective: 'ppo' is none of 'clip', 'cispo', 'reinforce', and no mod",
+            r"rl.objective: 'ppo' is none of 'clip', 'cispo', 'reinforce', 'p3o', and no mod",
         ),
         (
             lambda: rl.LossConfig(objective_args={"a": 1.0}),

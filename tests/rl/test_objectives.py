@@ -28,12 +28,21 @@ CONFIGS = {
     "k2": rl.LossConfig(kl_coefficient=0.1, kl_estimator="k2"),
     "score": rl.LossConfig(kl_coefficient=0.1, kl_gradient="score"),
     "entropy": rl.LossConfig(entropy_coefficient=0.3, aggregation="sequence_mean"),
+    "p3o": rl.LossConfig(objective="p3o"),
+    "token_sum": rl.LossConfig(aggregation="token_sum"),
 }
+
+
+def effective_part(batch):
+    """E of P3O in float64, as calculate_ess of FeynRL-project/FeynRL (commit 4f7eafe0,
+    algs/P3O/p3o.py) has it."""
+    ratio = np.exp(batch["logprobs"].astype(np.float64) - batch["old"])[batch["mask"]]
+    return ratio.sum() ** 2 / (ratio**2).sum() / len(ratio)
 
 
 def reference_loss(batch, config):
     """Loss of a batch in float64: the formulas of the papers, completion by completion."""
-    totals, count, tokens = [], 0, 0
+    totals, count, tokens, effective = [], 0, 0, effective_part(batch)
     for b, keep in enumerate(batch["mask"]):
         if not keep.any():
             continue
@@ -49,6 +58,8 @@ def reference_loss(batch, config):
             "clip": np.maximum(-advantage * ratio, -advantage * bounded),
             "cispo": -advantage * bounded * new,
             "reinforce": -advantage * new,
+            "p3o": -advantage * np.minimum(ratio, effective) * new
+            + (1 - effective) * (new - old + np.exp(old - new) - 1),
         }[config.objective]
         if config.dual_clip and advantage < 0:
             loss = np.minimum(loss, -config.dual_clip * advantage)
@@ -61,9 +72,8 @@ def reference_loss(batch, config):
         )
         totals.append(loss.mean() if config.aggregation == "sequence_mean" else loss.sum())
     width = batch["mask"].shape[1] if config.fixed_length is None else config.fixed_length
-    return sum(totals) / {"token_mean": tokens, "fixed_length": count * width}.get(
-        config.aggregation, count
-    )
+    parts = {"token_mean": tokens, "fixed_length": count * width, "token_sum": 1}
+    return sum(totals) / parts.get(config.aggregation, count)
 
 
 def make_inputs(batch, config, **changes):
@@ -95,11 +105,17 @@ def test_the_loss_matches_float64(make_batch, spoil_padding, name):
     (loss, metrics), grads = loss_and_grads(make_inputs(spoiled, config), config)
     expected = reference_loss(batch, config)
     np.testing.assert_allclose(loss, expected, rtol=2e-5)
-    np.testing.assert_allclose(rl.metric_values(metrics)["loss"], expected, rtol=2e-5)
+    # what is reported of a sum is a mean
+    each = batch["mask"].sum() if config.aggregation == "token_sum" else 1
+    np.testing.assert_allclose(rl.metric_values(metrics)["loss"], expected / each, rtol=2e-5)
     np.testing.assert_array_equal(np.asarray(grads)[~batch["mask"]], 0)
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("cispo", "k1", "score")])
+CONSTANTS = ("cispo", "k1", "p3o", "score")
+"""Whose gradient is not the derivative of their value."""
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in CONSTANTS])
 def test_the_gradient_is_the_derivative_of_the_float64_loss(make_batch, name):
     batch, config = make_batch(4, rows=4, width=5), CONFIGS[name]
     _, grads = loss_and_grads(make_inputs(batch, config), config)
@@ -125,6 +141,50 @@ def test_cispo_never_loses_a_gradient(make_batch):
     np.testing.assert_allclose(
         rl.metric_values(metrics)["clip_ratio/region_mean"], outside, rtol=1e-5
     )
+
+
+def test_p3o_cuts_weights_and_pulls_back_by_what_the_sample_lacks(make_batch):
+    batch, config = make_batch(1, spread=1.0), CONFIGS["p3o"]
+    (_, metrics), grads = loss_and_grads(make_inputs(batch, config), config)
+    log_ratio, part = batch["logprobs"].astype(np.float64) - batch["old"], effective_part(batch)
+    ratio, mask = np.exp(log_ratio), batch["mask"]
+    assert 0.1 < part < 0.9
+    weighed = -batch["advantages"][:, None] * np.minimum(ratio, part)
+    expected = weighed + (1 - part) * (1 - 1 / ratio)
+    np.testing.assert_allclose(
+        grads, np.where(mask, expected, 0) / mask.sum(), rtol=1e-4, atol=1e-8
+    )
+    values = rl.metric_values(metrics)
+    np.testing.assert_allclose(values["objective/ess"], part, rtol=1e-5)
+    np.testing.assert_allclose(
+        values["clip_ratio/high_mean"], (ratio[mask] > part).mean(), rtol=1e-5
+    )
+    # FeynRL's compute_kl_distance holds its exponent in +-10, and not what stands before it
+    far = batch | {"logprobs": batch["logprobs"].copy(), "advantages": np.zeros(8, np.float32)}
+    b, t = np.argwhere(mask)[0]
+    far["logprobs"][b, t] = batch["old"][b, t] - 12
+    (loss, _), grads = loss_and_grads(make_inputs(far, config), config)
+    x, part = far["logprobs"].astype(np.float64) - batch["old"], effective_part(far)
+    divergence = x + np.exp(np.clip(-x, -10, 10)) - 1
+    np.testing.assert_allclose(loss, (1 - part) * divergence[mask].mean(), rtol=1e-5)
+    np.testing.assert_allclose(grads[b, t], (1 - part) / mask.sum(), rtol=1e-4)
+    # of the policy that sampled itself, REINFORCE is left
+    (loss, _), grads = loss_and_grads(
+        make_inputs(batch, config, old_logprobs=jnp.asarray(batch["logprobs"])), config
+    )
+    plain = rl.LossConfig(objective="reinforce")
+    (same, _), wanted = loss_and_grads(make_inputs(batch, plain), plain)
+    np.testing.assert_allclose(loss, same, rtol=1e-6)
+    np.testing.assert_allclose(grads, wanted, rtol=1e-6)
+
+
+def test_token_sum_is_verls():
+    """test_token_sum_masks_tokens_and_scales_for_dp of verl-project/verl (commit 1dda039b,
+    tests/trainer/ppo/test_loss_aggregation_on_cpu.py), of one rank."""
+    values = jnp.array([[1.0, 2.0, 30.0], [4.0, 50.0, 6.0]])
+    mask, config = jnp.array([[True, True, False], [True, False, True]]), CONFIGS["token_sum"]
+    total = rl.aggregate(values, mask, config).numerator / rl.loss_denominator(mask, config)
+    assert total == 13.0
 
 
 def test_gspo_clips_whole_sequences(make_batch):
@@ -178,7 +238,8 @@ def test_the_entropy_bonus_needs_and_trains_the_entropy(make_batch):
     np.testing.assert_allclose(grads, expected, rtol=1e-5)
 
 
-SUMS = {name: rl.CorrectionConfig(method="token_tis") for name in CONFIGS} | {
+SUMS = {name: rl.CorrectionConfig(method="token_tis") for name in CONFIGS if name != "p3o"} | {
+    "kpop": rl.CorrectionConfig(method="kpop"),
     "bypass": rl.CorrectionConfig(
         method="verl_bypass_pg_geo_rs_token_tis", reject=("seq_mean_k1:0.9:1.1",)
     ),

@@ -63,6 +63,8 @@ def test_defaults_are_the_fields_usual_ones():
         (lambda: LossConfig(objective="ppo"), "rl.objective"),
         (lambda: LossConfig(objective="cispo", dual_clip=3.0), "rl.dual_clip"),
         (lambda: LossConfig(objective="cispo", ratio="sequence"), "rl.ratio"),
+        (lambda: LossConfig(objective="p3o", dual_clip=3.0), "rl.dual_clip"),
+        (lambda: LossConfig(objective="p3o", ratio="sequence"), "rl.ratio"),
         (lambda: LossConfig(kl_coefficient=0.1, kl_estimator="k1"), "rl.kl_gradient"),
         (lambda: LossConfig(kl_estimator="k4"), "rl.kl_estimator"),
         (lambda: LossConfig(entropy_coefficient=-1.0), "rl.entropy_coefficient"),
@@ -94,6 +96,8 @@ def test_defaults_are_the_fields_usual_ones():
         (lambda: CorrectionConfig(reject=("token_k2:0.1:0.5",)), "rl.correction.reject"),
         (lambda: CorrectionConfig(reject=("token_k3",)), "rl.correction.reject"),
         (lambda: CorrectionConfig(reject=("token_k3:much",)), "rl.correction.reject"),
+        (lambda: CorrectionConfig(reject=("seq_mean_binary_kl:0.1",)), "rl.correction.reject"),
+        (lambda: CorrectionConfig(reject=("token_binary_kl:0.1:1",)), "rl.correction.reject"),
     ],
 )
 def test_bad_values_name_their_key(make, key):
@@ -141,7 +145,7 @@ def test_quirks_of_verl_and_nemo_are_in_their_presets():
         assert config.inverse_k1 == name.startswith("verl_")
         assert (config.overflow == "zero") == name.startswith("nemo_")
         assert config.denominator == (
-            "all" if name.startswith(("nemo_", "verl_bypass")) else "kept"
+            "all" if name.startswith(("nemo_", "verl_bypass", "kpop")) else "kept"
         )
 
 
@@ -151,10 +155,9 @@ def test_criteria_are_parsed():
     assert Criterion.parse("token_k1:0.5") == Criterion("token", "k1", 0.5, 2.0)
     assert Criterion.parse("seq_max_k3:0.5") == Criterion("seq_max", "k3", float("-inf"), 0.5)
     for name in CRITERIA:
-        level, _, statistic = name.rpartition("_")
-        assert (
-            parsed := Criterion.parse(f"{name}:1.5")
-        ).level == level and parsed.statistic == statistic
+        parsed = Criterion.parse(f"{name}:1.5")
+        assert f"{parsed.level}_{parsed.statistic}" == name
+        assert parsed.statistic in ("k1", "k2", "k3", "error", "binary_kl")
 
 
 def test_what_needs_the_whole_batch_says_why():

@@ -189,6 +189,7 @@ def test_dapo_draws_again_until_prompts_teach(tmp_path):
 
 
 BIASED = ["--rollout.logit-bias.97", "20", "--rl.correction.truncated-sampling", "behaviour"]
+P3O = ["--rl.objective", "p3o", "--rl.correction.mode", "bypass"]
 
 
 def test_stop_strings_bad_words_and_bias_shape_the_rollout(run_file, tmp_path):
@@ -230,6 +231,11 @@ def test_stop_strings_bad_words_and_bias_shape_the_rollout(run_file, tmp_path):
             "rl.overlong.buffer = 7 is more than rollout.max_new_tokens = 6",
         ),
         (["--trainer.micro-batch-prompts", "3"], "trainer.micro_batch_prompts = 3 does not divide"),
+        (["--rl.objective", "p3o"], 'rl.objective: "p3o" has the ratio to the policy that sampled'),
+        (
+            [*P3O, "--trainer.micro-batch-prompts", "2"],
+            "trainer.micro_batch_prompts: the effective part",
+        ),
         (["--recipe", "fp8-r"], "did you mean 'fp8-rl'"),
         (["--rollout.top-p", "0.9"], "truncated_sampling"),
         (["--rollout.bad-words", "x"], "truncated_sampling"),
