@@ -478,8 +478,8 @@ LIST: list[Mutant] = [
         ),
         (
             "all-enter",
-            "found.entering, self.collector",
-            "None, self.collector",
+            "found.entering, prompts",
+            "None, prompts",
             "teach_nothing_stay",
         ),
         (
@@ -1706,6 +1706,42 @@ LIST: list[Mutant] = [
             "return made.quantize(x, backend)",
             "drawn_gradients",
         ),
+    ),
+    *of(
+        "rl/correction.py",
+        "rl/test_correction.py",
+        (
+            "one-direction-of-kpop",
+            "return jnp.maximum(p * of_token",
+            "return jnp.minimum(p * of_token",
+            "kpop or every_criterion",
+        ),
+    ),
+    *of(
+        "rl/objectives.py",
+        "rl/test_objectives.py",
+        (
+            "pulled-back-where-fresh",
+            "(1 - effective) * divergence",
+            "effective * divergence",
+            "p3o",
+        ),
+    ),
+    *of(
+        "training/acceptance.py",
+        "training/test_acceptance.py",
+        ("accepts-what-it-should-not", "not gap >= -tolerance", "gap >= -tolerance", "counts"),
+    ),
+    *of(
+        "training/session.py",
+        "training/test_acceptance.py",
+        (
+            "moments-stay-ahead",
+            "policy=policy, optimizer=held.optimizer",
+            "policy=policy",
+            "going_back",
+        ),
+        ("scales-stay-ahead", "self.serving.scales = held.scales", "pass", "going_back"),
     ),
     *of(
         "parallel/rules.py",

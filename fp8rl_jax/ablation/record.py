@@ -49,6 +49,8 @@ KEPT = (
     "eval/loss",
     "optim/grad_norm",
     "optim/skipped_steps",
+    "optim/rejected",
+    "correction/reject_frac",
     "stability/loss_spikes",
     "stability/grad_norm_spikes",
     "sharpness/0.001",

@@ -18,6 +18,10 @@ them a file of experiments/recipes to lay over a run's:
                                        aggregation = "sequence_sum"
     REINFORCE++    arXiv 2501.03262    advantage.estimator = "reinforce_pp" or
                                        "reinforce_pp_baseline"
+    MIPU           arXiv 2606.29526    acceptance.enabled, correction.method = "token_tis",
+                                       aggregation = "sequence_mean", dual_clip = 1.4,
+                                       kl_coefficient = 0.001
+    P3O            arXiv 2605.12380    objective = "p3o", correction.mode = "bypass"
 
 An objective, an advantage estimator and importance weights may also be functions of one's own:
 docs/objectives.md.
@@ -125,6 +129,36 @@ class DynamicSamplingConfig:
 
     def __post_init__(self) -> None:
         report(at_least("rl.dynamic_sampling.max_rounds", self.max_rounds, 1))
+
+
+@dataclass(frozen=True)
+class AcceptanceConfig:
+    """Updates are taken back where the served policy does not keep what they promised (MIPU, arXiv
+    2606.29526, its step 2; rl/acceptance.py). Its step 1 is correction.method "token_tis". Each
+    step samples and scores as many completions more, and what is trained and the optimizer's state
+    are there twice. A run does it; a session of Python has `hold` and `go_back`."""
+
+    enabled: bool = False
+    """Judge each step's updates by optim/inference_gap, of completions that the new served policy
+    samples of other training problems, and go back where it is below minus the tolerance
+    (optim/rejected)."""
+    start: float = 4e-3
+    """Tolerance at the first step; the paper's for Qwen3-1.7B, 1e-3 for Qwen3-4B."""
+    end: float = 1e-3
+    """Tolerance from step `steps` on; the paper's for Qwen3-1.7B, 0 for Qwen3-4B."""
+    steps: int = 100
+    """Steps over which the tolerance goes linearly from one to the other."""
+
+    def __post_init__(self) -> None:
+        report(
+            at_least("rl.acceptance.start", self.start, 0.0),
+            at_least("rl.acceptance.end", self.end, 0.0),
+            at_least("rl.acceptance.steps", self.steps, 1),
+        )
+
+    def tolerance(self, step: int) -> float:
+        """Return the tolerance of a step, from 0."""
+        return self.start + min(step, self.steps) / self.steps * (self.end - self.start)
 
 
 @dataclass(frozen=True)
@@ -279,6 +313,8 @@ class RLConfig(LossConfig):
     """Completions that are too long."""
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     """Prompts that teach nothing."""
+    acceptance: AcceptanceConfig = AcceptanceConfig()
+    """Updates that the served policy does not gain by."""
     clip_calibration: ClipCalibrationConfig = ClipCalibrationConfig()
     """Clip bounds of a trainer in FP8."""
     selection: str = ""
@@ -365,6 +401,7 @@ def check_sampling(
 __all__ = [
     "ESTIMATORS",
     "OBJECTIVES",
+    "AcceptanceConfig",
     "AdvantageConfig",
     "ClipCalibrationConfig",
     "CorrectionConfig",

@@ -319,6 +319,7 @@ class RunConfig:
         try:
             recipe = self.resolved_recipe()
             faults += self._calibration_problems(recipe) + self._carrying_problems(recipe)
+            faults += self._acceptance_problems(recipe)
             if recipe.weight_rounding == "stochastic" and self.compute_dtype == "float32":
                 faults.append(
                     'precision.weight_rounding: float32 compute rounds no master; set "nearest"'
@@ -513,6 +514,34 @@ class RunConfig:
             ),
         ]
         return [f"rollout.paged.extra_prompts: {why}" for holds, why in checks if not holds]
+
+    def _acceptance_problems(self, recipe: Recipe) -> list[str]:
+        """What keeps rl.acceptance from judging updates."""
+        if not self.rl.acceptance.enabled:
+            return []
+        checks = [
+            (
+                not recipe.exact and self.precision.exact is not True,
+                "with precision.exact the served policy is the trainer's, and there is no gap to "
+                "judge by; set one of the two to false",
+            ),
+            (
+                self.task.max_turns == 1,
+                "its gap is of single completions; leave it off with task.max_turns above 1",
+            ),
+            (
+                self.rollout.paged.extra_prompts <= 0,
+                "completions that are carried over would be of weights that were taken back; set "
+                "rollout.paged.extra_prompts = 0",
+            ),
+            (self.task.kind != "text", "text has no rewards to judge by; leave it off"),
+            (
+                self.rollout.samples_per_prompt >= 2,
+                "completions of a prompt are compared; set rollout.samples_per_prompt of at least "
+                "2",
+            ),
+        ]
+        return [f"rl.acceptance.enabled: {why}" for holds, why in checks if not holds]
 
     def _calibration_problems(self, recipe: Recipe) -> list[str]:
         """What keeps rl.clip_calibration from having an effect."""

@@ -89,6 +89,7 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
             "rl.dynamic_sampling.max_rounds",
             "rl.dynamic_sampling.enabled is false",
         ),
+        (not rl.acceptance.enabled, "rl.acceptance", "rl.acceptance.enabled is false"),
         (
             not rl.clip_calibration.enabled,
             "rl.clip_calibration",

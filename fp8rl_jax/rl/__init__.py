@@ -33,6 +33,7 @@ weights or a rule of which samples teach of one's own: docs/objectives.md.
 """
 
 from fp8rl_jax.config.rl import (
+    AcceptanceConfig,
     AdvantageConfig,
     CorrectionConfig,
     DynamicSamplingConfig,
@@ -42,6 +43,7 @@ from fp8rl_jax.config.rl import (
     RLConfig,
     check_sampling,
 )
+from fp8rl_jax.rl.acceptance import inference_gap
 from fp8rl_jax.rl.advantages import (
     RewardInputs,
     check_rewards,
@@ -81,6 +83,7 @@ from fp8rl_jax.rl.selection import SelectionInputs, check_rows, select
 from fp8rl_jax.rl.sharpness import sharpness, sharpness_metrics
 
 __all__ = [
+    "AcceptanceConfig",
     "AdvantageConfig",
     "CorrectionConfig",
     "DynamicSamplingConfig",
@@ -109,6 +112,7 @@ __all__ = [
     "group_advantages",
     "importance_ratio",
     "importance_weights",
+    "inference_gap",
     "informative_groups",
     "kept_tokens",
     "kl_penalty",

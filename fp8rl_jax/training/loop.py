@@ -36,6 +36,7 @@ from fp8rl_jax.rollout.engine import Rollout
 from fp8rl_jax.tasks.dataset import Dataset
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.scores import Scores
+from fp8rl_jax.training.acceptance import Acceptance
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.collect import Collected, Collector
 from fp8rl_jax.training.console import COLUMNS
@@ -336,7 +337,8 @@ class Loop:
     def prepare(self) -> None:
         """Make what steps are made with, before a checkpoint is read."""
         assert isinstance(self.setup.train, Dataset) and self.pool is not None
-        self.collector = Collector(self.session, self.setup.train, self.pool, self.config)
+        shared = self.session, self.setup.train, self.pool, self.config
+        self.collector, self.acceptance = Collector(*shared), Acceptance(*shared)
 
     def open_samples(self) -> None:
         """Open the files that stand beside metrics.jsonl."""
@@ -367,9 +369,11 @@ class Loop:
 
     def _step(self, step: int, found: Any, before: dict[str, float]) -> dict[str, float]:
         """Learn from what was sampled; `before`: what the step has measured already."""
-        metrics = self.session.update(
-            found.experience, found.chosen, found.entering, self.collector.prompts(step + 1)
-        )
+        judged = self.config.rl.acceptance.enabled
+        held, prompts = self.session.hold() if judged else None, self.collector.prompts(step + 1)
+        metrics = self.session.update(found.experience, found.chosen, found.entering, prompts)
+        if held is not None:
+            metrics |= self.acceptance.judge(step, held, prompts)
         if self.session.recipe.exact and not self.inexact:
             largest = metrics["mismatch/logprob_abs_diff_max"]
             self._check_exact(step, largest, found.experience.rollout)

@@ -148,6 +148,8 @@ def memory_plan(
     if config.rl.kl_coefficient > 0 or config.rl.reward_kl.coefficient > 0:
         # beside the frozen base of adapters, which it shares
         always["KL reference policy"] = _device_bytes(kept, mesh)
+    if config.rl.acceptance.enabled:
+        always["what an update may go back to"] = _device_bytes((kept, state.optimizer), mesh)
     # cards that have a name are Hopper's, whatever this machine is
     with tracing_for(1) if config.plan.device in DEVICE_BYTES else nullcontext():
         rollout = _rollout(shape, config, recipe, served, mesh) if ours else {}

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -131,6 +131,15 @@ _LIKELIHOOD: dict[str, Any] = {"rl": RLConfig(), "temperature": 1.0}
 _mismatch = jax.jit(rl.mismatch_metrics, static_argnames="config")
 _reward_kl = jax.jit(rl.reward_kl, static_argnames="config")
 _cast = jax.jit(cast, static_argnums=(1, 2))
+
+
+class Held(NamedTuple):
+    """What an update changes, as it was before one."""
+
+    trained: Any
+    """Masters as they are kept, of what is trained."""
+    optimizer: Any
+    scales: KVScales | None
 
 
 def _alone[**P, R](method: Callable[P, R]) -> Callable[P, R]:
@@ -698,6 +707,32 @@ class Session:
         self._learner = self._learner or Learner(self.config, self.recipe, state.policy, self.mesh)
         self._policy = None
         self._take(state)
+
+    @_alone
+    def hold(self) -> Held:
+        """Copy what the next update changes, for `go_back`: masters of what is trained, and the
+        optimizer's state."""
+        _, state = self._started()
+        copied = jax.tree.map(jnp.copy, (split(state.policy)[0], state.optimizer))
+        return Held(*copied, self.scales)
+
+    @_on_mesh
+    def go_back(self, held: Held, next_prompts: Sequence[Prompt] | Prompts | None = None) -> None:
+        """Take back the updates since `hold`, and serve what was served then.
+
+        Steps, updates and what is found on the way are counted on.
+
+        Args:
+            held: becomes the session's own.
+            next_prompts: as in `update`.
+        """
+        _, state = self._started()
+        policy = join(held.trained, split(state.policy)[1])
+        self._take(replace(state, policy=policy, optimizer=held.optimizer))
+        self.serving.scales = held.scales
+        # in place of the sync that is taken back: a number of it is that of the step
+        self.engine.version -= 1
+        self.sync(next_prompts)
 
     @property
     def arrival(self) -> dict[str, dict[str, float]]:

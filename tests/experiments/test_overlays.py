@@ -33,6 +33,8 @@ FILES = {
     "CISPO": "cispo",
     "RLOO": "rloo",
     "REINFORCE++": "reinforce_pp",
+    "MIPU": "mipu",
+    "P3O": "p3o",
 }
 OTHERS = {  # not objectives of their own: what each changes of the demo
     "calibrated_clipping": {"enabled": True, "start_low": 0.6, "start_high": 1.8},
