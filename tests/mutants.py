@@ -212,7 +212,7 @@ LIST: list[Mutant] = [
         ),
         (
             "mismatch-of-what-was-truncated",
-            "sampled = rollout.policy_logprobs",
+            "sampled = rollout.scored_logprobs",
             "sampled = batch.rollout_logprobs",
             "a_step_learns",
         ),
@@ -653,6 +653,52 @@ LIST: list[Mutant] = [
             "reference_logprobs=reference)",
             "old_logprobs=reference)",
             "the_reference_is",
+        ),
+    ),
+    *of(
+        "models/logprobs.py",
+        "models/test_token_logprobs.py",
+        (
+            "sums-what-is-not-in-the-support",
+            "weights = jnp.where(valid, weights, 0.0)",
+            "weights = jnp.where(True, weights, 0.0)",
+            "over_supports",
+        ),
+        (
+            "outside-of-its-support",
+            "jnp.where(inside, found[0], jnp.nan)",
+            "found[0]",
+            "over_supports",
+        ),
+    ),
+    *of(
+        "rollout/sampling.py",
+        "rollout/test_sampling.py",
+        (
+            "draws-what-it-does-not-keep",
+            "kept, support = _likeliest(kept,",
+            "_, support = _likeliest(kept,",
+            "what_is_kept",
+        ),
+    ),
+    *of(
+        "training/experience.py",
+        WIRING,
+        (
+            "scored-over-the-vocabulary",
+            "rollout.policy_logprobs if rollout.support is None else rollout.behaviour_logprobs",
+            "rollout.policy_logprobs",
+            "supports_go",
+        ),
+    ),
+    *of(
+        "training/step.py",
+        "training/test_packing.py",
+        (
+            "packed-without-supports",
+            "hidden, targets=targets, support=support)",
+            "hidden, targets=targets)",
+            "packed_update",
         ),
     ),
     *of(
@@ -1465,8 +1511,8 @@ LIST: list[Mutant] = [
         ("never-stopped", "state.stopped | stopped", "state.stopped", "stop_tokens"),
         (
             "stop-token-left-out",
-            "column = (tokens, live,",
-            "column = (tokens, live & ~stopped,",
+            "drawn = (tokens, live,",
+            "drawn = (tokens, live & ~stopped,",
             "stop_tokens",
         ),
     ),

@@ -125,7 +125,7 @@ def measure(session: Session, examples: Sequence[Example], config: GateConfig) -
     """
     rollout = session.rollout(examples)
     train, entropies = session.score(rollout)
-    sampled, mask = rollout.policy_logprobs, rollout.rollout.mask
+    sampled, mask = rollout.scored_logprobs, rollout.rollout.mask
     host = to_host((_metrics(sampled, train, mask), sampled, train, entropies, mask))
     metrics, sampled, train, entropies, mask = host
     numbers = {name.removeprefix("mismatch/"): float(x) for name, x in metrics.items()}

@@ -122,7 +122,7 @@ Bounds = Literal["truncate", "mask", "keep"]
 _Overflow = Literal["clamp", "zero"]
 _Denominator = Literal["kept", "all"]
 _BypassLoss = Literal["ratio", "reinforce"]
-_TruncatedSampling = Literal["refuse", "behaviour", "policy"]
+_TruncatedSampling = Literal["refuse", "replay", "behaviour", "policy"]
 
 WEIGHTS = ("none", "token", "sequence")
 """Built-in importance weights; rl/correction.py has the functions."""
@@ -242,7 +242,10 @@ class CorrectionConfig:
     -weight * A * log pi_theta."""
     truncated_sampling: _TruncatedSampling = "refuse"
     """May top-k, top-p, min-p, bad words or a logit bias be on in training, and what do ratios then
-    correct? refuse: an error. behaviour: they divide by the distribution that was sampled, so they
+    correct? refuse: an error. replay: the sampler keeps which tokens were left of each one's
+    distribution, its support, and the trainer renormalizes over the same (DeepSeek-V3.2,
+    arXiv 2512.02556; rollout.support_size), so they correct the numerics, and no bias is left; not
+    with a logit bias. behaviour: they divide by the distribution that was sampled, so they
     correct the difference, inside its support, and the numerics; where it was truncated, their mean
     falls below 1. policy: they divide by the full-vocabulary distribution at the same temperature,
     so they correct the numerics alone, and the bias of the difference stays."""

@@ -374,7 +374,8 @@ def check_sampling(
         logit_bias: an empty table leaves the logits as they are.
 
     Raises:
-        UserError: greedy sampling, or another distribution with `truncated_sampling = "refuse"`.
+        UserError: greedy sampling, another distribution with `truncated_sampling = "refuse"`, or
+            one that "replay" has no support of.
     """
     if not temperature > 0:
         raise UserError(
@@ -392,8 +393,23 @@ def check_sampling(
         raise UserError(
             f"rollout: {', '.join(active)} samples from another distribution than the policy's; "
             "turn it off, or set "
-            'rl.correction.truncated_sampling to "behaviour" (correct the difference) or '
-            '"policy" (leave its bias)'
+            'rl.correction.truncated_sampling to "replay" (renormalize alike in the trainer), '
+            '"behaviour" (correct the difference) or "policy" (leave its bias)'
+        )
+    if active and config.truncated_sampling == "replay":
+        key = "rl.correction.truncated_sampling"
+        report(
+            unless(
+                not logit_bias,
+                f'{key}: "replay" renormalizes the logits of the policy, and rollout.logit_bias '
+                'samples from others; leave it out, or take "behaviour" or "policy"',
+            ),
+            unless(
+                top_k > 0 or top_p < 1 or min_p > 0,
+                f'{key}: "replay" keeps the few tokens that rollout.top_k, top_p or min_p leave, '
+                "and without them rollout.bad_words leave nearly the whole vocabulary; set one of "
+                'them, or take "behaviour" or "policy"',
+            ),
         )
     return bool(active)
 

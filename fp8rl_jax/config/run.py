@@ -129,6 +129,11 @@ class RolloutConfig:
     """Keep the smallest set of tokens whose probability reaches this; 1: all."""
     min_p: float = 0.0
     """Drop tokens less likely than this times the most likely one; 0: none."""
+    support_size: int = 0
+    """Most tokens that are drawn from, and kept of each token that is sampled, with
+    rl.correction.truncated_sampling = "replay"; 0: top_k, or 128 without it. Where truncation
+    leaves more, the likeliest are taken (metric rollout/support_capped); four bytes each, in
+    `fp8rl plan`."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a completion, besides the tokenizer's and the model's own. The first of
     all of them, in this order, ends the answers of supervised training."""
@@ -311,6 +316,18 @@ class RunConfig:
             logit_bias=rollout.logit_bias,
         )
 
+    def support_size(self, vocab: int) -> int:
+        """Count the ids that the sampler keeps of each token's support; 0: none are kept.
+
+        Args:
+            vocab: size of the vocabulary.
+        """
+        r = self.rollout
+        truncated = r.top_k > 0 or r.top_p < 1 or r.min_p > 0
+        if not truncated or self.rl.correction.truncated_sampling != "replay":
+            return 0
+        return min(r.support_size or r.top_k or 128, vocab)
+
     def problems(self) -> list[str]:
         """List the faults between keys, one line each; empty where all is well."""
         of_samplers = self.rl.correction.value("mode") == "bypass"
@@ -365,6 +382,7 @@ class RunConfig:
             (rollout.max_new_tokens >= 2, "rollout.max_new_tokens must be at least 2"),
             (rollout.temperature >= 0, "rollout.temperature must not be negative"),
             (rollout.top_k >= 0, "rollout.top_k must not be negative"),
+            (rollout.support_size >= 0, "rollout.support_size must not be negative"),
             (
                 0 <= self.seed < 2**32,
                 f"seed = {self.seed} must be at least 0 and below 2**32, from where on seeds are "

@@ -60,6 +60,7 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
         (rollout.engine != "paged", "rollout.paged", engine),
         (rollout.engine != "vllm", "rollout.vllm", engine),
         (rollout.engine == "vllm", "rollout.decode_layers", engine),
+        (config.support_size(1) == 0, "rollout.support_size", "no support is replayed"),
         (lora.rank == 0, "lora", "lora.rank is 0"),
         (
             bool(config.model.path) and not config.sft.from_scratch,

@@ -166,7 +166,13 @@ def vllm_problems(run: RunConfig, recipe: Recipe) -> list[str]:
             'precision.exact: of vLLM no bits are promised; leave it "auto"',
         ),
         (
-            not truncated,
+            not truncated or run.rl.correction.truncated_sampling != "replay",
+            'rl.correction.truncated_sampling: "replay" with rollout.engine = "vllm" is not read: '
+            "vLLM returns supports (#49577) on a GPU alone, where it has not been tried; take "
+            '"static" or "paged"',
+        ),
+        (
+            not truncated or run.rl.correction.truncated_sampling == "replay",
             "rollout.top_k, top_p, min_p, bad_words, logit_bias: vLLM gives the "
             "log-probability of the distribution that it sampled alone; leave them out with "
             'rollout.engine = "vllm"',

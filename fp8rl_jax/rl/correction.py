@@ -117,6 +117,8 @@ def correction(
         mask: the tokens that the loss counts: those that were not rejected, or all, as
             config.denominator says.
         metrics: over all tokens of `mask`, before rejection and normalization:
+            correction/ratio_mean of rho itself, and correction/ratio_outside_frac of tokens whose
+            rho is outside [0.9, 1.1] (huggingface/trl #7269 reports both);
             correction/weight_mean and weight_max, correction/clip_frac of those outside the bounds.
             With criteria: correction/reject_frac of tokens and correction/reject_seq_frac of
             completions that lost one. With batch_normalize: correction/normalizer.
@@ -134,7 +136,10 @@ def correction(
         weights, outside = jnp.ones_like(log_ratio), jnp.zeros_like(counted)
     else:
         weights, outside = importance_weights(log_ratio, counted, config)
+    ratio = jnp.exp(clamp_log_ratio(log_ratio))
     metrics = {
+        "correction/ratio_mean": Mean.of(ratio, counted),
+        "correction/ratio_outside_frac": Mean.of((ratio < 0.9) | (ratio > 1.1), counted),
         "correction/weight_mean": Mean.of(weights, counted),
         "correction/weight_max": Maximum.of(weights, counted),
         "correction/clip_frac": Mean.of(outside, counted),
@@ -163,8 +168,9 @@ def rollout_logprobs(
 
     Without truncation the two differ by rounding at most and policy_logprobs are taken. With it
     they answer two questions: behaviour_logprobs correct the truncation too, as far as its support
-    reaches; policy_logprobs correct the numerics alone. Mismatch metrics always take
-    policy_logprobs.
+    reaches; policy_logprobs correct the numerics alone. Mismatch metrics take policy_logprobs. Of a
+    trainer that renormalizes over the same supports ("replay") both take behaviour_logprobs, and
+    there is no other difference than the numerics.
 
     Args:
         behaviour_logprobs: of the distribution that was sampled, renormalized over the tokens it
@@ -179,10 +185,11 @@ def rollout_logprobs(
     """
     if truncated and config.truncated_sampling == "refuse":
         raise UserError(
-            'rl.correction.truncated_sampling: the samples are truncated; say "behaviour" '
-            '(correct the truncation) or "policy" (leave its bias)'
+            'rl.correction.truncated_sampling: the samples are truncated; say "replay" '
+            '(renormalize alike in the trainer), "behaviour" (correct the truncation) or "policy" '
+            "(leave its bias)"
         )
-    behaviour = truncated and config.truncated_sampling == "behaviour"
+    behaviour = truncated and config.truncated_sampling in ("behaviour", "replay")
     return behaviour_logprobs if behaviour else policy_logprobs
 
 

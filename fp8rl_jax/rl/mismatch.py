@@ -73,7 +73,7 @@ def mismatch_metrics(
 
     Args:
         rollout_logprobs: the rollout's policy_logprobs (full vocabulary, sampling temperature),
-            float32.
+            float32; its behaviour_logprobs where the trainer's are over the same supports.
         train_logprobs: the trainer's, of the same weights, tokens and temperature.
         mask: completion tokens; padding may hold anything.
         advantages: adds the metrics by sign of the advantage.

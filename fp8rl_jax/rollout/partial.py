@@ -134,6 +134,7 @@ def as_rollout(progress: InProgress, version: int, metrics: dict[str, Array]) ->
         stopped=rows.stopped,
         weight_version=version,
         token_versions=versions,
+        support=rows.support,
         metrics=metrics | stale,
     )
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from fp8rl_jax.models.cache import KVBlock, KVCache, empty_block
 from fp8rl_jax.models.forms import predequantized
 from fp8rl_jax.models.forward import forward, mixer_of
-from fp8rl_jax.models.logprobs import token_logprobs
+from fp8rl_jax.models.logprobs import Support, token_logprobs
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import constrain
 from fp8rl_jax.precision import element_dtype
@@ -69,6 +69,8 @@ class Rollout:
             last of a row, which no layer has seen. None unless asked for.
         token_versions: int32 [b, t], number of the weight sync that served each token; None where
             that is `weight_version` for all.
+        support: [b, t, k], what each token could have been; then behaviour_logprobs are over it.
+            None unless `Sampling.keeps_support`.
         metrics: rollout/*, of an engine that counts something.
     """
 
@@ -83,6 +85,7 @@ class Rollout:
     prompt_expert_ids: Int[Array, "p s sparse k"] | None = None
     expert_ids: Int[Array, "b t sparse k"] | None = None
     token_versions: Int[Array, "b t"] | None = None
+    support: Support | None = None
     metrics: dict[str, Array] = field(default_factory=dict)
 
     def of_prompts(self, chosen: Int[Array, " q"] | Int[np.ndarray, " q"]) -> Rollout:
@@ -97,7 +100,7 @@ class Rollout:
             self,
             **pick(chosen, "prompts", "prompt_logprobs", "prompt_expert_ids"),
             **pick(rows, "tokens", "mask", "behaviour_logprobs", "policy_logprobs", "stopped"),
-            **pick(rows, "expert_ids", "token_versions"),
+            **pick(rows, "expert_ids", "token_versions", "support"),
         )
 
 
@@ -128,6 +131,7 @@ class _State(NamedTuple):
     mask: Bool[Array, "b t"]
     behaviour_logprobs: Float[Array, "b t"]
     policy_logprobs: Float[Array, "b t"]
+    support: Support | None
     stopped: Bool[Array, " b"]
     expert_ids: Int[Array, "b t sparse k"] | None
 
@@ -270,6 +274,7 @@ def _begin(
         mask=jnp.zeros((rows, width), bool),
         behaviour_logprobs=jnp.zeros((rows, width), jnp.float32),
         policy_logprobs=jnp.zeros((rows, width), jnp.float32),
+        support=sampling.no_support(rows),
         stopped=jnp.zeros(rows, bool),
         expert_ids=sampled_routes,
     )
@@ -319,7 +324,7 @@ def _record(
     if sampling.bad_words is not None:
         assert state.bad_state is not None
         banned = sampling.bad_words.completing(state.bad_state)
-    tokens, behaviour, full = draw(
+    tokens, behaviour, full, support = draw(
         logits,
         jax.vmap(jax.random.fold_in, (0, None))(fixed.keys, t),
         sampling,
@@ -337,11 +342,14 @@ def _record(
     if sampling.bad_words is not None:
         assert bad_state is not None
         bad_state, _ = sampling.bad_words.step(bad_state, tokens)
-    column = (tokens, live, jnp.where(live, behaviour, 0.0), jnp.where(live, full, 0.0))
+    if support is not None:
+        support = support._replace(count=jnp.where(live, support.count, 0))
+    drawn = (tokens, live, jnp.where(live, behaviour, 0.0), jnp.where(live, full, 0.0), support)
     tables = (state.tokens, state.mask, state.behaviour_logprobs, state.policy_logprobs)
-    written = (
-        lax.dynamic_update_slice(old, new[:, None], (0, t))
-        for old, new in zip(tables, column, strict=True)
+    written = jax.tree.map(
+        lambda old, new: lax.dynamic_update_slice_in_dim(old, new[:, None], t, axis=1),
+        (*tables, state.support),
+        drawn,
     )
     stopped_rows = state.stopped | stopped
     ended = done | stopped
@@ -371,6 +379,7 @@ def _rollout(prompts: Prompts, fixed: _Fixed, state: _State) -> Rollout:
         prompt_logprobs=fixed.prompt_logprobs,
         prompt_expert_ids=fixed.prompt_expert_ids,
         expert_ids=state.expert_ids,
+        support=state.support,
     )
 
 

@@ -4,23 +4,30 @@
 the temperature, truncated, renormalized. `policy` has the same temperature over the whole
 vocabulary: it is what the trainer computes, so mismatch and importance ratios use it. They differ
 as soon as top-k, top-p, min-p, bad words or a logit bias is on (top-p 0.8 makes the mean ratio of
-the first about 0.9).
+the first about 0.9). Or the sampler keeps each token's support, over which the trainer then
+renormalizes, too (sampling replay, models/logprobs.py): then both sides have the first.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from fp8rl_jax.models.logprobs import Support, scores
 from fp8rl_jax.precision import Compute
 from fp8rl_jax.rollout.constraints import Phrases
 
 _BLOCK = 128
-_STATIC = ["max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_token_ids"]
+_STATIC = [
+    *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_token_ids"),
+    "support_size",
+]
 
 
 @partial(
@@ -43,6 +50,8 @@ class Sampling:
         stop_strings: table of texts; the token in which one is complete ends the completion.
         bad_words: table of texts; a token that would complete one is not sampled.
         logit_bias: float32, added to the logits before the temperature.
+        support_size: where tokens are left out, keep what is left of each token's, and draw from
+            this many of the likeliest at most, no more than there are tokens; 0 keeps none.
     """
 
     max_new_tokens: int = 16
@@ -54,11 +63,27 @@ class Sampling:
     stop_strings: Phrases | None = None
     bad_words: Phrases | None = None
     logit_bias: Float[Array, " vocab"] | None = None
+    support_size: int = 0
 
     @property
     def truncated(self) -> bool:
         """Whether top-k, top-p or min-p leaves tokens out."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def keeps_support(self) -> bool:
+        """Whether each token's support is kept; of greedy and of whole distributions there is
+        none."""
+        return self.support_size > 0 and self.truncated and self.temperature > 0
+
+    def no_support(self, rows: int) -> Support | None:
+        """Make the supports of rows without a token; None where none are kept."""
+        if not self.keeps_support:
+            return None
+        shape = rows, self.max_new_tokens
+        return Support(
+            jnp.zeros((*shape, self.support_size), jnp.int32), jnp.zeros(shape, jnp.int32)
+        )
 
 
 def at_temperature(sampling: Sampling, temperature: float) -> Sampling:
@@ -74,13 +99,29 @@ def at_temperature(sampling: Sampling, temperature: float) -> Sampling:
     )
 
 
+class Drawn(NamedTuple):
+    """One token a row.
+
+    Attributes:
+        tokens: int32.
+        behaviour_logprobs: of the distribution that was sampled; 0 of greedy rows.
+        policy_logprobs: same temperature, whole vocabulary; of greedy rows at temperature 1.
+        support: what could have been drawn; None where it is not kept.
+    """
+
+    tokens: Int[Array, " b"]
+    behaviour_logprobs: Float[Array, " b"]
+    policy_logprobs: Float[Array, " b"]
+    support: Support | None
+
+
 def draw(
     logits: Float[Array, "b vocab"],
     keys: Key[Array, " b"],
     sampling: Sampling,
     banned: Bool[Array, "b vocab"] | None = None,
     compute: Compute | None = None,
-) -> tuple[Int[Array, " b"], Float[Array, " b"], Float[Array, " b"]]:
+) -> Drawn:
     """Draw one token a row, with its behaviour and policy log-probabilities.
 
     Args:
@@ -89,30 +130,31 @@ def draw(
         sampling: temperature, bias and truncation.
         banned: tokens that must not be drawn, not all of a row.
         compute: of the policy.
-
-    Returns:
-        (tokens, behaviour log-probabilities, policy log-probabilities). Greedy rows have behaviour
-        0 and the policy's log-probability at temperature 1.
     """
     compute = compute or Compute()
     adjusted = logits if sampling.logit_bias is None else logits + sampling.logit_bias
     if banned is not None:
         adjusted = jnp.where(banned, -jnp.inf, adjusted)
     if sampling.temperature == 0:
-        tokens = jnp.argmax(adjusted, axis=-1)
-        return tokens, jnp.zeros(tokens.shape, jnp.float32), compute.logprob(logits, tokens, 1.0)
+        tokens = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
+        policy = compute.logprob(logits, tokens, 1.0)
+        return Drawn(tokens, jnp.zeros(tokens.shape, jnp.float32), policy, None)
     shifted, weights = compute.softmax_terms(adjusted, sampling.temperature)
-    kept = weights
+    kept, support = weights, None
     if sampling.truncated:
         kept = jnp.where(truncation_mask(weights, sampling), weights, 0.0)
+    if sampling.keeps_support:
+        kept, support = _likeliest(kept, sampling.support_size)
     tokens = jax.vmap(_inverse_cdf)(kept, keys)
     untruncated = policy = compute.logprob_of(shifted, compute.row_sum(weights), tokens)
     if adjusted is not logits:
         policy = compute.logprob(logits, tokens, sampling.temperature)
     behaviour = untruncated
-    if sampling.truncated:
+    if support is not None:  # as the trainer computes it
+        behaviour, _ = scores(compute, adjusted, tokens, sampling.temperature, support)
+    elif sampling.truncated:
         behaviour = compute.logprob_of(shifted, compute.row_sum(kept), tokens)
-    return tokens, behaviour, policy
+    return Drawn(tokens, behaviour, policy, support)
 
 
 def truncation_mask(weights: Float[Array, "b vocab"], sampling: Sampling) -> Bool[Array, "b vocab"]:
@@ -136,6 +178,17 @@ def truncation_mask(weights: Float[Array, "b vocab"], sampling: Sampling) -> Boo
     if sampling.min_p > 0.0:
         keep = keep & (weights >= sampling.min_p * weights.max(-1, keepdims=True))
     return keep
+
+
+def _likeliest(
+    weights: Float[Array, "b vocab"], size: int
+) -> tuple[Float[Array, "b vocab"], Support]:
+    """Keep the `size` largest weights of each row; the others become 0."""
+    largest, ids = lax.top_k(weights, size)
+    rows = jnp.arange(len(weights))[:, None]
+    kept = jnp.zeros_like(weights).at[rows, ids].set(largest)
+    count = (weights > 0).sum(-1, dtype=jnp.int32)
+    return kept, Support(jnp.where(largest > 0, ids, ids[:, :1]), count)
 
 
 def _inverse_cdf(weights: Float[Array, " vocab"], key: Key[Array, ""]) -> Int[Array, ""]:

@@ -19,13 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jaxtyping import Int
 
 from fp8rl_jax.tasks.conversation import Conversation, chat_messages, transcript
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.scores import Scores
+
+if TYPE_CHECKING:
+    from fp8rl_jax.models.logprobs import Support
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Sampled:
     """A stop token ended it; otherwise its length did."""
     weight_version: int
     """Number of the weight sync that served it."""
+    support: Support | None = field(default=None, compare=False)
+    """What each token could have been, numpy [t, k] and [t]; None where the engine keeps none."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +152,10 @@ class Row:
     sampled: list[bool] = field(default_factory=list)
     behaviour_logprobs: list[float] = field(default_factory=list)
     policy_logprobs: list[float] = field(default_factory=list)
+    support_ids: list[Int[np.ndarray, " k"]] = field(default_factory=list)
+    """Of each token, as `Sampled.support` has them; 0 of observations. Empty where there are
+    none, as are the counts."""
+    support_counts: list[int] = field(default_factory=list)
 
 
 def join_turns(turns: Sequence[Sampled]) -> list[Row]:
@@ -172,4 +182,8 @@ def join_turns(turns: Sequence[Sampled]) -> list[Row]:
             rows[-1].sampled.extend([sampled] * len(tokens))
             rows[-1].behaviour_logprobs.extend(behaviour)
             rows[-1].policy_logprobs.extend(policy)
+        if turn.support is not None:
+            ids, counts = turn.support
+            rows[-1].support_ids.extend([np.zeros_like(ids[0])] * len(observation) + list(ids))
+            rows[-1].support_counts.extend([0] * len(observation) + counts.tolist())
     return rows

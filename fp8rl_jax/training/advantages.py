@@ -153,7 +153,7 @@ def select_rows(
         )
     used = np.unique(host[weighed > 0])
     metrics = {"selection/used": len(used) / max(len(rollout.texts), 1)}
-    return *_picked(batch, rollout.policy_logprobs, rows, weights), metrics
+    return *_picked(batch, rollout.scored_logprobs, rows, weights), metrics
 
 
 @partial(jax.jit, static_argnames=("config", "samples"))
@@ -171,10 +171,13 @@ def _picked(batch: Batch, sampled, rows, weights) -> tuple[Batch, Array]:
     flat, samples = rows.reshape(-1), len(batch.tokens) // len(batch.lengths)
     prompts = rows[:, 0] // samples
     of_prompts = ("prompts", "lengths", "prompt_routes")
+
+    def pick(x: Array, chosen: Array) -> Array:
+        return constrain(x[chosen], "batch", *[None] * (x.ndim - 1))
+
     fields = {
-        name: constrain(x[prompts if name in of_prompts else flat], "batch", *[None] * (x.ndim - 1))
+        name: jax.tree.map(partial(pick, chosen=prompts if name in of_prompts else flat), x)
         for name, x in vars(batch).items()
-        if x is not None
     }
     made, weights = replace(batch, **fields), weights.reshape(-1)
     in_loss = made.mask if made.loss_mask is None else made.loss_mask

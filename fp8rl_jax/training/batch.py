@@ -31,6 +31,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.training import TrainerConfig
+from fp8rl_jax.models.logprobs import Support
 from fp8rl_jax.parallel import batch_sharding, batch_shards, to_global, to_host
 
 Row = list[tuple[int, list[int]]]
@@ -76,9 +77,10 @@ class Packing:
         """Pick the hidden states that predict `targets`: [r, w, h] -> [r, c, h]."""
         return jnp.take_along_axis(rows, self.sources[..., None], axis=1)
 
-    def predicted(self, completions: Int[Array, "b t"]) -> Int[Array, "r c"]:
-        """Pick the tokens that are predicted."""
-        return jnp.take(completions.reshape(-1), self.targets, mode="fill", fill_value=0)
+    def predicted(self, completions: Int[Array, "b t *k"]) -> Int[Array, "r c *k"]:
+        """Pick the tokens that are predicted, or what is known of them; 0 where there is none."""
+        flat = completions.reshape(-1, *completions.shape[2:])
+        return jnp.take(flat, self.targets, axis=0, mode="fill", fill_value=0)
 
     def back(self, values: Array) -> Array:
         """Bring values of predicted tokens [r, c] back to [b, t]; 0 where there is no token."""
@@ -110,6 +112,9 @@ class Batch:
     routes: Int[Array, "b t sparse k"] | None = None
     """Expert ids to replay, of the prompts and of the completions (Rollout's prompt_expert_ids and
     expert_ids)."""
+    support: Support | None = None
+    """[b, t, k], over which the trainer's softmax of each sampled token is; None: the vocabulary.
+    `rollout_logprobs` are over it, too."""
     packing: Packing | None = None
     """Where the tokens stand in the rows that the model runs on; None: as they are here."""
 
@@ -298,14 +303,13 @@ def narrow(batch: Batch, config: TrainerConfig, parts: int, mesh: jax.sharding.M
 def trim(batch: Batch, prompt: int, completion: int) -> Batch:
     """Cut off the columns behind the buckets of the longest prompt and completion."""
 
-    def columns(name: str, x: Array | None):
-        if name == "packing" or x is None or x.ndim < 2:
-            return x
-        return x[:, : bucket(max(prompt if name in _OF_PROMPTS else completion, 1), 2)]
+    def columns(name: str, values: Any):
+        if name == "packing":
+            return values
+        width = bucket(max(prompt if name in _OF_PROMPTS else completion, 1), 2)
+        return jax.tree.map(lambda x: x if x.ndim < 2 else x[:, :width], values)
 
-    return replace(
-        batch, **{name: columns(name, getattr(batch, name)) for name in batch.__dataclass_fields__}
-    )
+    return replace(batch, **{name: columns(name, values) for name, values in vars(batch).items()})
 
 
 def untrim(values: Float[Array, "b trimmed"], width: int) -> Float[Array, "b t"]:

@@ -162,4 +162,6 @@ def make_sampling(config: RunConfig, policy: Policy, tokenizer: Tokenizer) -> Sa
     constraints: Any = make_constraints(
         tokenizer, policy.config.vocab_size, r.stop_strings, r.bad_words, r.logit_bias
     )
-    return Sampling(r.max_new_tokens, r.temperature, r.top_k, r.top_p, r.min_p, ends, *constraints)
+    support = config.support_size(policy.config.vocab_size)
+    numbers = r.max_new_tokens, r.temperature, r.top_k, r.top_p, r.min_p
+    return Sampling(*numbers, ends, *constraints, support_size=support)

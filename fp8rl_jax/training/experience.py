@@ -24,6 +24,8 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from fp8rl_jax import rl
 from fp8rl_jax.config.rl import RLConfig
+from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.logprobs import Support
 from fp8rl_jax.parallel import to_global, to_host
 from fp8rl_jax.rollout.engine import Prompts, Rollout, RolloutEngine, pad_prompts, part_of
 from fp8rl_jax.rollout.sampling import Sampling
@@ -103,6 +105,13 @@ class Experience:
         """The rollout's, over the whole vocabulary, in the rows of `batch`."""
         return self.rollout.policy_logprobs
 
+    @property
+    def scored_logprobs(self) -> Float[Array, "b t"]:
+        """The rollout's of what `Session.score` computes, in the rows of `batch`: over each token's
+        support where the rollout has it, else over the whole vocabulary."""
+        rollout = self.rollout
+        return rollout.policy_logprobs if rollout.support is None else rollout.behaviour_logprobs
+
     def batch(self, config: RLConfig, truncated: bool, entering: Entering = None) -> Batch:
         """Make the rows to train on, with advantages of 0.
 
@@ -110,8 +119,21 @@ class Experience:
             config: its correction resolved.
             truncated: sampling was from a truncated distribution.
             entering: samples in the loss.
+
+        Raises:
+            UserError: truncated samples that `config` does not allow, or without their supports
+                where it replays them.
         """
         rollout, in_loss = self.rollout, None
+        if (
+            truncated
+            and config.correction.truncated_sampling == "replay"
+            and rollout.support is None
+        ):
+            raise UserError(
+                'rl.correction.truncated_sampling: "replay" needs the support of each token, and '
+                'the engine brought none; take rollout.engine = "static" or "paged"'
+            )
         chosen = rl.rollout_logprobs(
             rollout.behaviour_logprobs,
             rollout.policy_logprobs,
@@ -138,6 +160,7 @@ class Experience:
             loss_mask=in_loss,
             prompt_routes=rollout.prompt_expert_ids,
             routes=rollout.expert_ids,
+            support=rollout.support,
         )
 
     def by_sample(self, values: Shaped[Array, " b"]) -> Shaped[Array, " c"]:
@@ -171,11 +194,17 @@ class Experience:
     def metrics(self) -> dict[str, float]:
         """Compute completions/* and rollout/*.
 
+        Of supports rollout/support_mean, the tokens that one could have been, and
+        rollout/support_capped, the part of the tokens for which truncation kept more than a
+        support holds, so that the sampler drew from the likeliest of them alone.
+
         Of episodes also their turns and rows (one row: all turns were joined), and the part that
         ended for want of room.
         """
         version = {"rollout/weight_version": float(self.weight_version)}
         version |= {name: float(value) for name, value in to_host(self.rollout.metrics).items()}
+        if self.rollout.support is not None:
+            version |= _support_metrics(*to_host((self.rollout.support, self.rollout.mask)))
         if self.episodes is None:
             mask, stopped = to_host((self.rollout.mask, self.rollout.stopped))
             count = len(self.texts)
@@ -259,14 +288,19 @@ def episode_experience(
         filled[slots] = values
         return filled
 
-    def table(name: str, columns: int, fill: int | float | bool, dtype: type) -> Any:
-        filled = np.full((height, columns), fill, dtype)
+    def table(name: str, columns: int, fill: int | float | bool, dtype: type, *rest: int) -> Any:
+        filled = np.full((height, columns, *rest), fill, dtype)
         for slot, (_, row) in zip(slots, rows, strict=True):
             filled[slot, : len(getattr(row, name))] = getattr(row, name)
         return filled
 
     attended = np.arange(width) < column([len(row.tokens) for _, row in rows], 0)[:, None]
     one: Any = np.ones(height, np.int32)
+    support = next((turn.support for e in episodes for turn in e.turns), None)
+    if support is not None:
+        size = support.ids.shape[-1]
+        ids = table("support_ids", width, 0, np.int32, size)
+        support = Support(ids, table("support_counts", width, 0, np.int32))
     prompts = Prompts(table("prompt", 1, pad, np.int32), one, column(range(len(rows)), -1))
     rollout = Rollout(
         prompts=prompts,
@@ -276,6 +310,7 @@ def episode_experience(
         policy_logprobs=table("policy_logprobs", width, 0.0, np.float32),
         stopped=one > 0,
         weight_version=min(turn.weight_version for e in episodes for turn in e.turns),
+        support=support,
     )
     rollout, attended = to_global((rollout, attended), sharding)
     return Experience(
@@ -292,14 +327,24 @@ def episode_experience(
 def _behind_one_token(row: Row) -> Row:
     """`row` with a prompt of one token; the others stand in front of its tokens."""
     beyond = row.prompt[1:]
-    zeros = [0.0] * len(beyond)
+    zeros, nothing = [0.0] * len(beyond), [np.zeros_like(x) for x in row.support_ids[:1]]
     return Row(
         row.prompt[:1],
         [*beyond, *row.tokens],
         [False] * len(beyond) + row.sampled,
         zeros + row.behaviour_logprobs,
         zeros + row.policy_logprobs,
+        nothing * len(beyond) + row.support_ids,
+        [0] * len(beyond) * len(nothing) + row.support_counts,
     )
+
+
+def _support_metrics(support: Support, mask: Bool[np.ndarray, "b t"]) -> dict[str, float]:
+    most, count = support.ids.shape[-1], np.asarray(support.count)[mask]
+    return {
+        "rollout/support_mean": float(np.minimum(count, most).mean()),
+        "rollout/support_capped": float((count > most).mean()),
+    }
 
 
 def _completion_metrics(
@@ -387,8 +432,9 @@ def _turns(rollout: Rollout, prompts: list[list[int]]) -> list[Sampled]:
         rollout.policy_logprobs,
         rollout.mask,
         rollout.stopped,
+        rollout.support,
     )
-    tokens, behaviour, policy, mask, stopped = map(np.asarray, to_host(arrays))
+    tokens, behaviour, policy, mask, stopped, support = jax.tree.map(np.asarray, to_host(arrays))
     return [
         Sampled(
             prompt=tuple(prompt),
@@ -397,6 +443,7 @@ def _turns(rollout: Rollout, prompts: list[list[int]]) -> list[Sampled]:
             policy_logprobs=tuple(policy[row][mask[row]].tolist()),
             stopped=bool(stopped[row]),
             weight_version=rollout.weight_version,
+            support=jax.tree.map(lambda x, row=row: x[row][mask[row]], support),
         )
         for row, prompt in enumerate(prompts)
     ]

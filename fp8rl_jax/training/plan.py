@@ -7,7 +7,7 @@ them, to the byte. What a program holds while it runs is an estimate: tests/trai
 holds it to what XLA says of the compiled programs.
 
     always      masters, moments, the frozen base of adapters, rollout weights, the
-                reference policy of a KL term
+                reference policy of a KL term, the supports of sampling replay
     rollout     KV cache, and weights that are unpacked for the decode loop
     backward    weights in the compute dtype, activations, logits of a chunk, gradients and, of
                 several micro-batches, their sums
@@ -150,6 +150,8 @@ def memory_plan(
         always["KL reference policy"] = _device_bytes(kept, mesh)
     if config.rl.acceptance.enabled:
         always["what an update may go back to"] = _device_bytes((kept, state.optimizer), mesh)
+    if size := config.support_size(shape.vocab_size):
+        always[f"supports of {size} tokens (int32)"] = _support_bytes(config, size, mesh)
     # cards that have a name are Hopper's, whatever this machine is
     with tracing_for(1) if config.plan.device in DEVICE_BYTES else nullcontext():
         rollout = _rollout(shape, config, recipe, served, mesh) if ours else {}
@@ -220,6 +222,15 @@ def _rollout(
     prefill = _layer_activations(shape, tokens, r.max_prompt_tokens, dtype.itemsize, part) // tensor
     found["activations of one layer, logits"] = prefill + 3 * 4 * rows * shape.vocab_size // tensor
     return found
+
+
+def _support_bytes(config: RunConfig, size: int, mesh: AbstractMesh) -> int:
+    """Bytes of the supports of a rollout: ids and a count a token, those in progress among them."""
+    r, width = config.rollout, config.rollout.max_new_tokens
+    if config.task.max_turns > 1:  # a row for each episode that its template does not split
+        width += r.max_prompt_tokens - 1
+    prompts = math.ceil((r.prompts_per_step + r.paged.extra_prompts) / batch_shards(mesh))
+    return prompts * r.samples_per_prompt * width * (size + 1) * 4
 
 
 def _unpacked_bytes(served: Policy) -> int:

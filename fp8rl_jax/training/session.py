@@ -482,7 +482,7 @@ class Session:
             longest=self.sampling.max_new_tokens,
         )
         batch = replace(batch, advantages=rollout.by_row(advantages))
-        sampled = rollout.policy_logprobs
+        sampled = rollout.scored_logprobs
         if config.rl.selection:
             key = selection_key(config.seed, self.step)
             batch, sampled, chosen = select_rows(rollout, batch, earned, key, config.rl, self._unit)
@@ -619,7 +619,8 @@ class Session:
     @_on_mesh
     def score(self, rollout: Experience) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
         """Compute the trainer's log-probabilities of a rollout's tokens, as `update` does before it
-        learns, and the entropies in nats of the distributions that they are of."""
+        learns, and the entropies in nats of the distributions that they are of: those over the
+        tokens' supports where the rollout has them, and `scored_logprobs` the rollout's."""
         config = step_config(self.config, self.recipe)
         batch = rollout.batch(config.rl, self.config.samples_truncated())
         parts = micro_batches(self.config.trainer, rollout.prompts_in_batch)

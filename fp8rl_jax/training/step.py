@@ -72,7 +72,8 @@ def completion_logprobs(
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"], Any, rl.Metrics]:
     """Compute log-probabilities and entropies of the completions' tokens.
 
-    At the sampling temperature, under the trainer's formats.
+    At the sampling temperature, under the trainer's formats; over each token's support, where the
+    batch has it.
 
     Args:
         policy: float32 masters; put into the trainer's form here, so gradients arrive in float32.
@@ -113,7 +114,7 @@ def completion_logprobs(
     hidden = jnp.concatenate([jnp.repeat(last, n, axis=0), completion[:, :-1]], axis=1)
     places = jnp.arange(batch.tokens.size).reshape(batch.tokens.shape)
     sharp = _sharpness(hidden, places, batch.tokens, batch.mask, policy, config)
-    return *head(hidden, targets=batch.tokens), observed, sharp
+    return *head(hidden, targets=batch.tokens, support=batch.support), observed, sharp
 
 
 def _in_form(policy: Policy, config: StepConfig) -> Policy:
@@ -170,7 +171,8 @@ def _packed_logprobs(
         keep_cache=False,
     )
     hidden = packing.hidden(rows.hidden)
-    logprobs, entropies = head(hidden, targets=packing.predicted(batch.tokens))
+    targets, support = jax.tree.map(packing.predicted, (batch.tokens, batch.support))
+    logprobs, entropies = head(hidden, targets=targets, support=support)
     return packing.back(logprobs), packing.back(entropies), rows.observed, hidden
 
 

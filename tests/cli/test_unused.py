@@ -20,6 +20,11 @@ BYPASS = {"rl.correction.method": "verl_bypass_ppo_clip"}
     [
         ({"rollout.paged.slots": 8}, {"rollout.engine": "paged"}, "rollout.engine is 'static'"),
         ({"rollout.vllm.restarts": 1}, {"rollout.engine": "vllm"}, "rollout.engine is 'static'"),
+        (
+            {"rollout.support_size": 64},
+            {"rollout.top_k": 9, "rl.correction.truncated_sampling": "replay"},
+            "no support is replayed",
+        ),
         ({"lora.alpha": 32.0}, {"lora.rank": 4}, "lora.rank is 0"),
         ({"lora.targets": ("*.q_proj",)}, {"lora.rank": 4}, "lora.rank is 0"),
         ({"model.init.experts_per_token": 3}, {"model.init.num_experts": 4}, "num_experts is 0"),

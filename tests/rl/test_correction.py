@@ -309,8 +309,9 @@ def test_rollout_logprobs_are_chosen_by_the_switch():
         )
 
     assert choose("behaviour", True) is behaviour
-    assert choose("policy", True) is policy
-    assert all(choose(choice, False) is policy for choice in ("refuse", "behaviour", "policy"))
+    assert choose("replay", True) is behaviour and choose("policy", True) is policy
+    choices = ("refuse", "replay", "behaviour", "policy")
+    assert all(choose(choice, False) is policy for choice in choices)
     with pytest.raises(UserError, match="rl.correction.truncated_sampling"):
         choose("refuse", True)
 

@@ -190,6 +190,17 @@ def test_truncated_sampling_needs_the_switch(setting):
         assert check_sampling(CorrectionConfig(truncated_sampling=choice), **setting) is True
 
 
+def test_replay_needs_a_support():
+    """Of what is not truncated there is none, and a bias is not of the policy."""
+    replay = CorrectionConfig(truncated_sampling="replay")
+    assert check_sampling(replay, top_p=0.9, bad_words=["x"]) is True
+    assert check_sampling(replay) is False
+    with pytest.raises(UserError, match="rollout.bad_words leave nearly the whole vocabulary"):
+        check_sampling(replay, bad_words=["x"])
+    with pytest.raises(UserError, match="rollout.logit_bias samples from others"):
+        check_sampling(replay, top_k=5, logit_bias={"7": 1.0})
+
+
 def test_full_sampling_passes_and_greedy_does_not():
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "bad_words": (), "logit_bias": {}}
     assert check_sampling(CorrectionConfig(), temperature=0.7, **off) is False

@@ -124,6 +124,30 @@ def test_truncated_behaviour_logprobs(engine):
     np.testing.assert_allclose(out.behaviour_logprobs, take(kept, out.tokens), atol=1e-4)
 
 
+def test_supports_are_what_each_token_was_drawn_from_in_both_engines(engine):
+    """Rows that stop have none behind their end; the support holds fewer than truncation keeps."""
+    settings, size = {"temperature": 1.2, "top_k": 60, "top_p": 0.8}, 37
+    sampling = Sampling(8, **settings, stop_token_ids=tuple(range(40)), support_size=size)
+    out = jax.device_get(engine.generate(make_prompts(), 2, sampling, KEY))
+    logits = full_logits(engine, out)
+    keep = hugging_face_mask(logits, **settings)
+    ids, count = out.support
+    np.testing.assert_array_equal(count, np.where(out.mask, keep.sum(-1), 0))
+    assert not out.mask.all() and (count > size).any() and (count[out.mask] < size).any()
+    inside = np.zeros(keep.shape, bool)
+    np.put_along_axis(inside, ids, True, -1)
+    kept = take(log_softmax(np.where(inside, logits / 1.2, -np.inf)), out.tokens)
+    mask = out.mask
+    np.testing.assert_allclose(out.behaviour_logprobs[mask], kept[mask], atol=1e-4)
+    paged = make_engine("bf16", made=PagedEngine)
+    other = jax.device_get(paged.generate(make_prompts(), 2, sampling, KEY))
+    for name in ("tokens", "mask"):
+        np.testing.assert_array_equal(getattr(other, name), getattr(out, name))
+    np.testing.assert_allclose(other.behaviour_logprobs, out.behaviour_logprobs, atol=1e-4)
+    np.testing.assert_array_equal(other.support.count, count)
+    np.testing.assert_array_equal(other.support.ids[mask], ids[mask])
+
+
 def test_greedy_is_the_argmax_of_full_forwards(engine):
     out = engine.generate(make_prompts(), 1, Sampling(max_new_tokens=8, temperature=0), KEY)
     np.testing.assert_array_equal(out.tokens, full_logits(engine, out).argmax(-1))

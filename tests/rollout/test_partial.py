@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +27,7 @@ def sampled(engine, progress, enough, sampling=SAMPLING):
 @pytest.mark.parametrize("phrases", [False, True], ids=["stop-tokens", "stop-strings"])
 def test_interrupted_completions_are_those_of_a_rollout_in_one_piece(phrases):
     """Under the same weights; slots and pages change, tokens and log-probabilities do not."""
-    sampling = SAMPLING
+    sampling = replace(SAMPLING, top_p=0.95, support_size=60)
     if phrases:
         letters = [bytes([i]) for i in range(VOCAB)]
         stops = compile_phrases(["ab", "x", "yz"], letters, VOCAB)
@@ -46,7 +48,9 @@ def test_interrupted_completions_are_those_of_a_rollout_in_one_piece(phrases):
         np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), name)
     for name in ("behaviour_logprobs", "policy_logprobs"):
         np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), atol=1e-4)
-    assert found.metrics["rollout/stale_tokens"] == 0
+    assert found.metrics["rollout/stale_tokens"] == 0 and (found.support is None) == phrases
+    for one, other in zip(found.support or (), wanted.support or (), strict=True):
+        np.testing.assert_array_equal(one[found.mask], other[found.mask])
 
 
 def test_each_token_has_the_log_probability_of_the_weights_that_sampled_it():

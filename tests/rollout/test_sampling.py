@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from rollout.tiny import VOCAB, hugging_face_mask, log_softmax, take
 
+from fp8rl_jax import rl
+from fp8rl_jax.models.logprobs import scores
+from fp8rl_jax.precision import Compute
 from fp8rl_jax.rollout.sampling import Sampling, _search, draw, truncation_mask
 
 SETTINGS = [
@@ -34,7 +37,7 @@ def logits():
 def test_frequencies_and_logprobs(logits, settings):
     sampling = Sampling(**settings)
     keys = jax.random.split(jax.random.key(1), ROWS)
-    tokens, behaviour, policy = jax.jit(draw, static_argnums=2)(
+    tokens, behaviour, policy, _ = jax.jit(draw, static_argnums=2)(
         jnp.tile(logits, (ROWS, 1)), keys, sampling
     )
     tokens = np.asarray(tokens)
@@ -74,6 +77,71 @@ def test_truncation_equals_hugging_face(settings):
     assert np.asarray(mask)[np.arange(200), logits.argmax(-1)].all()
 
 
+def test_what_is_kept_is_what_was_drawn_from_and_no_more_than_the_size_of_it():
+    """The draws are those without supports where these hold all that truncation keeps."""
+    settings = {"temperature": 0.7, "top_k": 40, "top_p": 0.8}
+    logits = jnp.asarray(np.random.default_rng(2).normal(0, 2, (400, VOCAB)), jnp.float32)
+    keys = jax.random.split(jax.random.key(2), 400)
+    keep, tempered = hugging_face_mask(logits, **settings), np.asarray(logits, np.float64) / 0.7
+    plain = jax.device_get(draw(logits, keys, Sampling(**settings)))
+    assert plain.support is None
+    for size in (40, 3):
+        found = jax.device_get(draw(logits, keys, Sampling(**settings, support_size=size)))
+        ids, count = found.support
+        np.testing.assert_array_equal(count, keep.sum(-1))
+        ranks = np.argsort(-np.where(keep, tempered, -np.inf), axis=-1, kind="stable")[:, :size]
+        real = np.arange(size) < count[:, None]
+        np.testing.assert_array_equal(ids, np.where(real, ranks, ranks[:, :1]))
+        inside = np.zeros(keep.shape, bool)
+        np.put_along_axis(inside, ids, True, -1)
+        expected = log_softmax(np.where(inside, tempered, -np.inf))
+        np.testing.assert_allclose(
+            found.behaviour_logprobs, take(expected, found.tokens), atol=1e-5
+        )
+        np.testing.assert_allclose(
+            found.policy_logprobs, take(log_softmax(tempered), found.tokens), atol=1e-5
+        )
+        assert (size == 40) == bool((found.tokens == plain.tokens).all())
+    assert (count > 3).mean() > 0.2 and (count < 3).any()  # the cap is met, and is not
+
+
+def test_greedy_and_whole_distributions_have_no_support(logits):
+    key = jax.random.split(jax.random.key(0), 1)
+    for settings in ({"temperature": 0.0, "top_k": 3}, {}, {"top_k": 3}):
+        sampling = Sampling(**settings, support_size=3)
+        kept = draw(jnp.asarray(logits[None]), key, sampling).support is not None
+        assert kept == sampling.keeps_support == (settings == {"top_k": 3})
+
+
+def test_a_full_vocabulary_trainer_has_the_kept_mass_as_mean_ratio_and_replay_has_1():
+    """TRL #7269: a kept mass of .895 gave .896, and 1.001 over the replayed support. Here each
+    token's distribution keeps a mass of its own, .895 in the mean, and the trainer is the sampler:
+    the mean over what is drawn is the mass, whatever is drawn."""
+    rng, tokens, kept = np.random.default_rng(0), 3000, 5
+    mass = 0.895 + rng.uniform(-0.08, 0.08, tokens)
+    mass -= mass.mean() - 0.895
+    head = rng.uniform(0.5, 1.0, (tokens, kept))
+    tail = rng.uniform(0.1, 0.2, (tokens, 95))
+    probabilities = np.concatenate(
+        [
+            mass[:, None] * head / head.sum(-1, keepdims=True),
+            (1 - mass)[:, None] * tail / tail.sum(-1, keepdims=True),
+        ],
+        -1,
+    )
+    logits = jnp.asarray(np.log(probabilities), jnp.float32)
+    keys = jax.random.split(jax.random.key(0), tokens)
+    drawn = draw(logits, keys, Sampling(top_k=kept, support_size=kept))
+    behaviour, mask = drawn.behaviour_logprobs[None], jnp.ones((1, tokens), bool)
+    assert len(np.unique(drawn.tokens)) == kept
+    for support, mean, outside in ((None, 0.895, 0.5), (drawn.support, 1.0, 0.0)):
+        trained, _ = scores(Compute(), logits, drawn.tokens, 1.0, support)
+        found = rl.correction(trained[None] - behaviour, mask, rl.CorrectionConfig("token_tis"))[2]
+        values = rl.metric_values(found)
+        assert values["correction/ratio_mean"] == pytest.approx(mean, abs=1e-4)
+        assert values["correction/ratio_outside_frac"] == pytest.approx(outside, abs=0.1)
+
+
 def test_a_zero_weight_is_never_drawn_from_a_large_vocabulary():
     """40 000 tokens, most of them truncated: whole blocks of 128 without a survivor, where a
     parallel sum rounds."""
@@ -82,7 +150,7 @@ def test_a_zero_weight_is_never_drawn_from_a_large_vocabulary():
     logits = jnp.asarray(rng.normal(0, 1, (rows, vocab)), jnp.float32)
     sampling = Sampling(top_k=50)
     keys = jax.random.split(jax.random.key(2), rows)
-    tokens, behaviour, _ = jax.jit(draw, static_argnums=2)(logits, keys, sampling)
+    tokens, behaviour, *_ = jax.jit(draw, static_argnums=2)(logits, keys, sampling)
     mask = np.asarray(logits) >= np.sort(np.asarray(logits), -1)[:, -50:-49]
     assert mask[np.arange(rows), np.asarray(tokens)].all()
     np.testing.assert_allclose(
@@ -108,7 +176,7 @@ def test_search_never_lands_on_a_zero_weight(size):
 
 def test_greedy(logits):
     rows = jnp.asarray(np.stack([logits, np.roll(logits, 5)]))
-    tokens, behaviour, policy = draw(
+    tokens, behaviour, policy, _ = draw(
         rows, jax.random.split(jax.random.key(0), 2), Sampling(temperature=0)
     )
     np.testing.assert_array_equal(tokens, np.argmax(rows, -1))

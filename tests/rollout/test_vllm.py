@@ -28,6 +28,7 @@ from rollout.vllm_work import (
 )
 
 import fp8rl_jax as fp8rl
+from fp8rl_jax.config.rl import CorrectionConfig
 from fp8rl_jax.config.run import RolloutConfig, RunConfig
 from fp8rl_jax.config.schema import problems
 from fp8rl_jax.config.vllm import VllmConfig
@@ -443,6 +444,7 @@ def test_a_python_that_has_no_vllm(tmp_path, script, told):
         (dict(min_p=0.1), "rollout.top_k, top_p, min_p, bad_words, logit_bias"),
         (dict(bad_words=("x",)), "rollout.top_k, top_p, min_p, bad_words, logit_bias"),
         (dict(logit_bias={"x": 1.0}), "rollout.top_k, top_p, min_p, bad_words, logit_bias"),
+        (dict(top_p=0.9, replay=True), '"replay" with rollout.engine = "vllm" is not read'),
         (dict(recipe="infir2"), "recipe 'infir2' has formats of linears"),
         (dict(recipe="fp8-rl", compute_dtype="float32"), "beside bfloat16"),
         (dict(kv_granularity="head"), "has a KV cache that vLLM does not serve"),
@@ -457,6 +459,9 @@ def test_settings_that_vllm_cannot_serve(change, told):
         config = replace(config, recipes=rows, recipe="mine")
     if "exact" in change:
         config = replace(config, precision=replace(config.precision, exact=change.pop("exact")))
+    if change.pop("replay", False):
+        replayed = CorrectionConfig(truncated_sampling="replay")
+        config = replace(config, rl=replace(config.rl, correction=replayed))
     of_run = {key: change.pop(key) for key in ("recipe", "compute_dtype") if key in change}
     config = replace(config, **of_run, rollout=replace(config.rollout, **change))
     assert any(told in problem for problem in problems(config))

@@ -21,6 +21,7 @@ from fp8rl_jax.config.run import PagedConfig
 from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.logprobs import Support
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.rollout.engine import LocalEngine, PagedEngine
 from fp8rl_jax.rollout.sampling import Sampling
@@ -256,7 +257,9 @@ NO_PROBLEM = Example(0, "", "", "", {})
 
 def turn_of(prompt, tokens):
     logprobs = (tuple(-t / scale for t in tokens) for scale in (10, 7))
-    return Sampled(tuple(prompt), tuple(tokens), *logprobs, stopped=True, weight_version=1)
+    ids = np.array([[t, t + 1] for t in tokens], np.int32)
+    support = Support(ids, ids[:, 0] + 1)
+    return Sampled(tuple(prompt), tuple(tokens), *logprobs, True, 1, support)
 
 
 @st.composite
@@ -290,6 +293,11 @@ def test_exactly_the_sampled_tokens_are_trained_on_each_in_its_own_context(many)
     assert (
         not rollout.behaviour_logprobs[~sampled].any()
         and not rollout.policy_logprobs[~sampled].any()
+    )
+    ids, counts = rollout.support
+    np.testing.assert_array_equal(counts, np.where(sampled, rollout.tokens + 1, 0))
+    np.testing.assert_array_equal(
+        ids, np.where(counts, counts - 1, 0)[..., None] + (counts[..., None] > 0) * [0, 1]
     )
     seen = {}
     for r, episode in enumerate(found.sample_of_row):

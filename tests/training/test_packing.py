@@ -20,6 +20,7 @@ from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.config.training import OptimizerConfig, TrainerConfig
 from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.forward import forward
+from fp8rl_jax.models.logprobs import Support
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.parallel import make_mesh
 from fp8rl_jax.training.batch import bucket, first_fit, narrow, of_width, pack, trim, untrim
@@ -127,7 +128,7 @@ def test_buckets():
     assert sorted({bucket(i, 4) for i in range(9, 33)}) == [10, 12, 14, 16, 20, 24, 28, 32]
 
 
-def batch(routes: bool = False) -> Batch:
+def batch(routes: bool = False, support: bool = False) -> Batch:
     rng = np.random.default_rng(0)
     b = len(COMPLETIONS)
     mask = np.arange(T) < COMPLETIONS[:, None]
@@ -147,6 +148,10 @@ def batch(routes: bool = False) -> Batch:
             )[..., :2]
 
         made = replace(made, prompt_routes=ids(4, S), routes=ids(b, T))
+    if support:
+        ids = np.stack([(made.tokens + shift) % 61 for shift in (0, 7, 20)], -1)
+        counts = np.where(mask, rng.integers(1, 6, (b, T)), 0)
+        made = replace(made, support=Support(ids.astype(np.int32), counts.astype(np.int32)))
     return jax.tree.map(jnp.asarray, made)
 
 
@@ -183,7 +188,7 @@ def assert_same(found, expected, mask):
     ids=["qwen3", "micro_batches_chunked", "windows", "moe_replay"],
 )
 def test_a_packed_update_is_the_plain_one(shape, micro, width, chunk):
-    given = batch(routes=shape is MOE)
+    given = batch(routes=shape is MOE, support=chunk is not None)
     config = replace(CONFIG, attention_chunk=chunk)
     packed, padding = narrow(given, TrainerConfig(packing=True, pack_tokens=width), micro, MESH)
     assert packed.packing.tokens.shape[1] == (width or S + T)
@@ -228,7 +233,7 @@ def test_sharpness_is_that_of_the_last_tokens_logits():
 
 def test_a_trimmed_update_is_the_plain_one():
     """At the aggregation that divides by the width, too."""
-    given, settings = batch(), replace(RL, aggregation="fixed_length")
+    given, settings = batch(support=True), replace(RL, aggregation="fixed_length")
     expected = run(QWEN3, given, replace(CONFIG, rl=settings))
     trimmed, padding = narrow(given, TrainerConfig(length_buckets=True), 1, MESH)
     assert (

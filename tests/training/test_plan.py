@@ -17,7 +17,7 @@ from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
-from fp8rl_jax.config.run import ModelConfig, RolloutConfig, RunConfig
+from fp8rl_jax.config.run import ModelConfig, PagedConfig, RolloutConfig, RunConfig
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.config.training import LoraConfig, OptimizerConfig, SftConfig, TrainerConfig
 from fp8rl_jax.models.cache import KVScales
@@ -173,6 +173,34 @@ def test_weights_of_four_bits_take_what_is_live(name, bits):
     numbers = sum(math.prod(x.shape) for x in linears)
     held = 8 * sum(x.quantized.nbytes for x in linears)
     assert held == pytest.approx(bits * numbers, rel=0.01)
+
+
+def test_supports_are_counted_by_hand():
+    """int32: ids and a count of each token, of what is in progress on a device."""
+    config = run_config(8, 4, 24, 100, "bfloat16")
+    replayed = replace(config.rl, correction=CorrectionConfig(truncated_sampling="replay"))
+
+    def planned(size, sizes=None, **rollout):
+        given = replace(config, rl=replayed, rollout=replace(config.rollout, **rollout))
+        always = memory_plan(WEIGHTS, given, sizes).always
+        assert [name for name in always if "supports" in name] == [
+            f"supports of {size} tokens (int32)"
+        ]
+        return always[f"supports of {size} tokens (int32)"]
+
+    assert planned(128, top_p=0.9) == 8 * 4 * 100 * 129 * 4
+    assert planned(20, top_k=20, top_p=0.9) == 8 * 4 * 100 * 21 * 4
+    assert planned(1024, min_p=0.1, support_size=5000) == 8 * 4 * 100 * 1025 * 4  # the vocabulary
+    halves = mesh_sizes(config.mesh) | {"fsdp": 2}
+    carried = PagedConfig(extra_prompts=4)
+    assert planned(7, halves, top_k=3, support_size=7, paged=carried) == 6 * 4 * 100 * 8 * 4
+    episodes = replace(config, rl=replayed, rollout=replace(config.rollout, top_k=3))
+    episodes = replace(episodes, task=replace(config.task, max_turns=2))
+    always = memory_plan(WEIGHTS, episodes).always
+    assert always["supports of 3 tokens (int32)"] == 8 * 4 * (24 + 100 - 1) * 4 * 4
+    for other in (replace(config, rl=replayed), replace(episodes, rl=config.rl)):
+        assert other.support_size(1024) == 0
+        assert not any("supports" in name for name in memory_plan(WEIGHTS, other).always)
 
 
 def test_shipped_shape_is_qwen3_8b():

@@ -30,6 +30,7 @@ from fp8rl_jax.config.training import OptimizerConfig, TrainerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.forms import rollout_policy
 from fp8rl_jax.tasks.dataset import load_splits
+from fp8rl_jax.training.plan import memory_plan
 from fp8rl_jax.training.setup import build
 from fp8rl_jax.weights.hf_directory import load_policy_arrays
 
@@ -423,6 +424,28 @@ def test_logprobs_are_those_that_an_update_measures():
         session.logprobs(PROMPTS, ["a"] * 4)
     with pytest.raises(UserError, match="completion 1 has no tokens"):
         session.logprobs(PROMPTS, ["a", "", "b"])
+
+
+def test_replayed_supports_make_the_ratio_of_a_policy_with_itself_1():
+    """In exact mode to the bit: paged, packed, in micro-batches, with a reference policy; the plan
+    counts the supports that live."""
+    settings = {"kl_coefficient": 0.1, "packing": True, "micro_batch_prompts": 1}
+    settings |= {"temperature": 0.7, "top_p": 0.8, "truncated_sampling": "replay"}
+    settings |= {"rollout.engine": "paged", "rl.correction.method": "token_tis"}
+    session = session_of("bf16", **settings, prompts_per_step=4, support_size=24)
+    assert session.config.precision.exact is True
+    rollout = session.rollout([*PROMPTS, "gh="])
+    metrics = session.update(rollout, rewards_of(rollout))
+    assert metrics["mismatch/logprob_abs_diff_max"] == metrics["kl"] == 0.0
+    assert metrics["correction/ratio_mean"] == 1.0
+    # of near to uniform bytes truncation keeps many more than 24, whose entropy is the loss'
+    assert metrics["rollout/support_capped"] == 1.0 and metrics["rollout/support_mean"] == 24
+    assert 3.0 < metrics["entropy"] < np.log(24)
+    shape = session.weights.config
+    planned = memory_plan(shape, session.config).always["supports of 24 tokens (int32)"]
+    assert planned == sum(x.nbytes for x in jax.tree.leaves(rollout.rollout.support))
+    whole = replace(session.config, rl=RLConfig())
+    assert not any("supports" in name for name in memory_plan(shape, whole).always)
 
 
 def test_a_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path):

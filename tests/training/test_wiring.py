@@ -43,6 +43,7 @@ from fp8rl_jax.config.training import (
 )
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
+from fp8rl_jax.models.logprobs import Support
 from fp8rl_jax.parallel import make_mesh
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.engine import LocalEngine, Rollout, pad_prompts
@@ -303,6 +304,30 @@ def test_ratios_divide_by_the_log_probabilities_that_were_chosen(truncated, choi
     found = experience_of()
     batch = found.batch(RLConfig(correction=CorrectionConfig(truncated_sampling=choice)), truncated)
     np.testing.assert_array_equal(batch.rollout_logprobs, getattr(found.rollout, name))
+
+
+def test_supports_go_with_the_tokens_and_what_is_scored_is_over_them():
+    """Whoever replays without supports is told."""
+    plain, config = (
+        experience_of(),
+        RLConfig(correction=CorrectionConfig(truncated_sampling="replay")),
+    )
+    with pytest.raises(UserError, match="truncated_sampling: .replay. needs the support of each"):
+        plain.batch(config, True)
+    assert plain.batch(config, False).support is None
+    ids = jnp.zeros((*plain.rollout.tokens.shape, 2), jnp.int32)
+    counts = jnp.asarray(np.where(plain.rollout.mask, [1, 2, 2, 3, 1], 0), jnp.int32)
+    rollout = replace(plain.rollout, support=Support(ids, counts))
+    found = replace(plain, rollout=rollout)
+    batch = found.batch(config, True)
+    assert batch.support is rollout.support
+    np.testing.assert_array_equal(batch.rollout_logprobs, rollout.behaviour_logprobs)
+    np.testing.assert_array_equal(found.scored_logprobs, rollout.behaviour_logprobs)
+    np.testing.assert_array_equal(plain.scored_logprobs, rollout.policy_logprobs)
+    kept = np.asarray(counts)[np.asarray(rollout.mask)]
+    metrics = found.metrics()
+    assert metrics["rollout/support_mean"] == pytest.approx(np.minimum(kept, 2).mean())
+    assert metrics["rollout/support_capped"] == pytest.approx((kept == 3).mean())
 
 
 def test_truncated_and_uninformative_samples_are_left_out_of_the_loss_alone():

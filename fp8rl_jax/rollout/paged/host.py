@@ -323,6 +323,7 @@ def _found(rows: Rows, loaded: Loaded, counters: Counters) -> dict[str, Any]:
         "mask": jnp.arange(rows.tokens.shape[1]) < rows.count[:, None],
         "behaviour_logprobs": rows.behaviour_logprobs,
         "policy_logprobs": rows.policy_logprobs,
+        "support": rows.support,
         "stopped": rows.stopped,
         "prompt_logprobs": given[0],
         "prompt_expert_ids": given[1],

@@ -201,8 +201,7 @@ def _decode(policy: Policy, queue: Queue, state: State, sampling: Sampling, layo
     if sampling.bad_words is not None:
         banned = sampling.bad_words.completing(_of_rows(rows.bad_state, row))
     keys = jax.vmap(jax.random.fold_in)(_of_rows(queue.keys, row), count)
-    drawn, behaviour, full = draw(logits, keys, sampling, banned, policy.compute)
-    drawn = drawn.astype(jnp.int32)
+    drawn, behaviour, full, support = draw(logits, keys, sampling, banned, policy.compute)
     stopped = jnp.zeros_like(there)
     if sampling.stop_token_ids:
         stopped = jnp.isin(drawn, jnp.asarray(sampling.stop_token_ids, jnp.int32))
@@ -216,8 +215,10 @@ def _decode(policy: Policy, queue: Queue, state: State, sampling: Sampling, layo
         after, _ = sampling.bad_words.step(_of_rows(bad_state, row), drawn)
         bad_state = bad_state.at[row].set(after, mode="drop")
 
-    def write(table, column):
-        return table.at[row, count].set(column, mode="drop")
+    def write(tables, columns):
+        return jax.tree.map(
+            lambda table, column: table.at[row, count].set(column, mode="drop"), tables, columns
+        )
 
     ended = there & (stopped | (count + 1 >= _of_rows(queue.limits, row)))
     rows = rows._replace(
@@ -226,6 +227,7 @@ def _decode(policy: Policy, queue: Queue, state: State, sampling: Sampling, layo
         tokens=write(rows.tokens, drawn),
         behaviour_logprobs=write(rows.behaviour_logprobs, behaviour),
         policy_logprobs=write(rows.policy_logprobs, full),
+        support=write(rows.support, support),
         stopped=rows.stopped.at[row].set(stopped, mode="drop"),
         stop_state=stop_state,
         bad_state=bad_state,

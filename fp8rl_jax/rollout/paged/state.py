@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from fp8rl_jax.models.cache import empty_cache
+from fp8rl_jax.models.logprobs import Support
 from fp8rl_jax.models.moe import route_dtype
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.rollout.paged.layout import Layout
@@ -50,6 +51,7 @@ class Rows(NamedTuple):
     tokens: Int[Array, "n t"]
     behaviour_logprobs: Float[Array, "n t"]
     policy_logprobs: Float[Array, "n t"]
+    support: Support | None
     stopped: Bool[Array, " n"]
     stop_state: Int[Array, " n"] | None
     bad_state: Int[Array, " n"] | None
@@ -239,4 +241,5 @@ def new_rows(count: int, sampling: Sampling, pad: int) -> Rows:
     ]
     numbers = jnp.zeros((count, width), jnp.float32)
     tokens = jnp.full((count, width), pad, jnp.int32)
-    return Rows(none, none, tokens, numbers, numbers, none > 0, *states, None)
+    support = sampling.no_support(count)
+    return Rows(none, none, tokens, numbers, numbers, support, none > 0, *states, None)
