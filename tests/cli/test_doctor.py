@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import json
 import sys
 import tomllib
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 from offline_models import make_model
+from tiny_models import GLM
 
 import fp8rl_jax.precision
 from fp8rl_jax.cli import doctor
@@ -15,6 +18,7 @@ from fp8rl_jax.config.correction import CorrectionConfig
 from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.tasks.sandbox import seccomp, strict
+from fp8rl_jax.weights.hf_config import config_json
 
 
 def test_doctor_finds_nothing_wrong_in_a_sound_installation(capsys):
@@ -139,6 +143,30 @@ def test_a_linear_that_one_side_leaves_out_is_named(tmp_path, capsys):
         "  only the trainer quantizes 1 of 21 linears: o_proj in layer 1\n",
     ):
         assert line in said, line
+
+
+def test_routed_experts_alone_are_quantized_on_both_sides(tmp_path, capsys):
+    """NVFP4 as NeMo RL and miles have it, of a model whose first layer is dense and whose others
+    have shared experts."""
+    (tmp_path / "config.json").write_text(json.dumps(config_json(GLM)))
+    file = Path(__file__).parents[2] / "experiments" / "recipes" / "nvfp4_experts.toml"
+    words = ["--recipes", str(file), "--recipe", "nvfp4-experts", "--model", str(tmp_path)]
+    assert cli.main(["doctor", *words]) == 0
+    said = capsys.readouterr().out
+    formats, others = (
+        "nvfp4-1x16 weights, nvfp4_rows-1x16 activations",
+        "in no pattern of quantized",
+    )
+    assert said.split("parameters\n")[1].startswith(
+        "  q_proj, k_proj, v_proj, o_proj in all 3 layers; gate_proj, up_proj, down_proj in layer "
+        "0; shared_experts.gate_proj, shared_experts.up_proj, shared_experts.down_proj in layers "
+        "1-2\n"
+        f"    both: compute dtype ({others})\n"
+        "  experts.gate_proj, experts.up_proj, experts.down_proj in layers 1-2\n"
+        f"    rollout: {formats}\n"
+        f"    trainer: {formats}; output gradients: compute\n"
+        "  both sides quantize the same 6 of 27 linears\n"
+    )
 
 
 def test_files_without_recipes_are_named(tmp_path, capsys):

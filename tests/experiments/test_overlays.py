@@ -62,6 +62,7 @@ OTHERS = {  # not objectives of their own: what each changes of the demo
         "learning_rate": 1e-5,
     },
     "topr": {"objective": "experiments/recipes/topr.py:topr", "most": 1.0},
+    "nvfp4_experts": {"base": "nvfp4-rl", "quantized": ["*.experts.*"]},
     "my_fp8": {
         "base": "fp8-e2e-kv",
         "scale": "power_of_two",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 from rollout.tiny import CONFIG, make_policy, make_prompts
 
 from fp8rl_jax import rl
-from fp8rl_jax.config.files import dump_toml
+from fp8rl_jax.config.files import dump_toml, read_recipes
 from fp8rl_jax.config.recipe import RECIPES, PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.run import RunConfig
@@ -41,7 +42,10 @@ MOE = replace(
 )
 SAMPLING = Sampling(max_new_tokens=7)
 CAST = {"probability": "e4m3"}
-ROWS = {"jet-rl-cast": {"base": "jet-rl", "rollout": CAST, "trainer": CAST}}
+RECIPES_OF_FILES = Path(__file__).parents[2] / "experiments" / "recipes"
+ROWS = {"jet-rl-cast": {"base": "jet-rl", "rollout": CAST, "trainer": CAST}} | read_recipes(
+    [str(RECIPES_OF_FILES / "nvfp4_experts.toml")]
+)
 
 
 @cache
@@ -168,6 +172,7 @@ def test_a_resumed_run_keeps_what_was_decided(tmp_path):
         ("moe", "mxfp8", "float32", "auto"),
         ("dense", "nvfp4", "bfloat16", "auto"),
         ("moe", "int4-qat", "bfloat16", "auto"),
+        ("moe", "nvfp4-experts", "bfloat16", "auto"),
         ("dense", "jet-rl-cast", "float32", "auto"),
         ("dense", "fp4", "bfloat16", "auto"),
     ],
