@@ -228,7 +228,19 @@ def correction() -> str:
         {without("served")}. Uncorrected, a policy does better through the cache that samples it, and worse without the damage.
         No arm falls behind by the margin: the dose is a k3 that SmolLM2 has undamaged.
     """)
-    rows = [
+    return f"{about}\n\n{table(CORRECTED, corrected_rows(found))}"
+
+
+CORRECTED = [
+    *("correction", "accuracy after, judged under `bf16`", "difference to `bf16`"),
+    *("served through the damaged cache", K3),
+]
+"""Heads of `corrected_rows`."""
+
+
+def corrected_rows(found: Study) -> list[list[str]]:
+    """What was learned under each correction, and through the cache that is damaged."""
+    return [
         [
             "`bf16` recipe, undamaged" if name == "bf16" else f"`{name}`",
             estimate(arm.judged, ".3f"),
@@ -238,11 +250,33 @@ def correction() -> str:
         ]
         for name, arm in found.arms.items()
     ]
-    heads = [
-        *("correction", "accuracy after, judged under `bf16`", "difference to `bf16`"),
-        *("served through the damaged cache", K3),
-    ]
-    return f"{about}\n\n{table(heads, rows)}"
+
+
+def high_dose() -> str:
+    """Corrections at a dose that costs learning."""
+    found = study("high_dose")
+    counted = {
+        "weights cut": "correction/clip_frac",
+        "tokens rejected": "correction/reject_frac",
+        "updates taken back": "optim/rejected",
+    }
+    about = prose(f"""
+        Corrections where a rollout's error costs learning: `fp8-rl` with a KV cache whose scales cover a quarter of the range,
+        a k3 of {found.arms["none"].k3[0]:.1f} without a correction. {found.seeds} paired seeds, {found.problems} held-out
+        words, float32 compute. What was learned is judged under the recipe `bf16`, and through the damaged cache. `kpop`,
+        `p3o` and `mipu`: [objectives.md](objectives.md#built-in-and-from-where). Shares are means over steps and seeds.
+    """)
+    runs = {arm["name"]: arm["runs"] for arm in record("ablations/high_dose.json")["arms"]}
+    rows = corrected_rows(found)
+    for row, name in zip(rows, found.arms, strict=True):
+        row += [share(runs[name], metric) for metric in counted.values()]
+    return f"{about}\n\n{table([*CORRECTED, *counted], rows)}"
+
+
+def share(runs: list[dict[str, Any]], metric: str) -> str:
+    """Mean over steps and seeds of a metric that is a share; empty where no run has it."""
+    found = [run["series"][metric]["values"] for run in runs if metric in run["series"]]
+    return f"{np.mean(np.concatenate(found)):.1%}" if found else ""
 
 
 def without(where: str) -> str:
@@ -958,6 +992,7 @@ SECTIONS = (
     ),
     Section("Exact mode", exact, "python -m experiments.identity", "exact/identity.json"),
     ablation("Corrections", correction, "correction"),
+    ablation("Corrections at a high dose", high_dose, "high_dose", optional=True),
     ablation("Compute dtypes", compute_dtype, "compute_dtype"),
     ablation("Partial rollouts", partial_rollouts, "partial_rollouts"),
     ablation("KV calibration", kv_calibration, "kv_calibration"),

@@ -50,6 +50,7 @@ KEPT = (
     "optim/grad_norm",
     "optim/skipped_steps",
     "optim/rejected",
+    "correction/clip_frac",
     "correction/reject_frac",
     "stability/loss_spikes",
     "stability/grad_norm_spikes",

@@ -113,6 +113,18 @@ def test_a_section_stands_where_its_record_does(tmp_path, monkeypatch, fresh):
     assert "5 seeds x 1024 problems |" in row
 
 
+def test_corrections_at_a_high_dose_say_what_was_left_out(tmp_path, monkeypatch, fresh):
+    """The record of the low dose, in which one arm has taken updates back."""
+    kept = figures.record("ablations/correction.json")
+    for run, values in zip(kept["arms"][2]["runs"][:2], ([0.0, 1.0], [1.0, 1.0]), strict=True):
+        run["series"]["optim/rejected"] = {"steps": [0, 1], "values": values}
+    (tmp_path / "ablations").mkdir()
+    (tmp_path / "ablations" / "high_dose.json").write_text(json.dumps(kept))
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    rows = [line.split(" | ") for line in figures.high_dose().splitlines() if "`" in line[:3]]
+    assert [row[-1].strip(" |") for row in rows] == ["", "", "75.0%", "", ""]
+
+
 def test_the_speed_of_the_rollout_is_its_record(tmp_path, monkeypatch):
     def ratio(over: str, under: str, median: float, part: str = "seconds") -> dict:
         spread = {"median": median, "q1": median, "q3": 2 * median}
