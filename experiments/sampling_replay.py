@@ -6,7 +6,8 @@ tokens with the same weights twice: over the whole vocabulary, as it does by def
 token's support (rl.correction.truncated_sampling = "replay"). Either is divided by the
 log-probability with which the token was sampled. The policies are the same, so that the ratio
 should be 1: over the vocabulary its mean is the mass that truncation kept, over the supports what
-numerics alone leave. huggingface/trl #7269 has this table of Qwen2.5-1.5B under vLLM.
+numerics alone leave, as they do where nothing is truncated. huggingface/trl #7269 has this table of
+Qwen2.5-1.5B under vLLM.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ TRUNCATIONS: dict[str, dict[str, Any]] = {
     "top_p = 0.95": {"top_p": 0.95},
     "top_k = 20": {"top_k": 20},
     "min_p = 0.1": {"min_p": 0.1},
+    "none": {},
 }
 PROMPTS = (
     "Tell me a story about a lighthouse.",
@@ -69,11 +71,14 @@ class Arguments:
 
 
 def ratios(session: Session, rollout: Experience) -> dict[str, Any]:
-    """Measure the ratios of one rollout of a session that replays supports."""
+    """Measure the ratios of one rollout of a session that replays supports; of one that is not
+    truncated over the vocabulary alone."""
     config = step_config(session.config, session.recipe)
-    batch = rollout.batch(config.rl, truncated=True)
-    found = {}
-    for name, support in (("vocabulary", None), ("support", batch.support)):
+    batch = rollout.batch(config.rl, session.config.samples_truncated())
+    found, sides = {}, {"vocabulary": None}
+    if batch.support is not None:
+        sides["support"] = batch.support
+    for name, support in sides.items():
         with jax.set_mesh(session.mesh):
             trained = batch_logprobs(session.weights, replace(batch, support=support), config)
         difference = trained - batch.rollout_logprobs
@@ -88,13 +93,12 @@ def ratios(session: Session, rollout: Experience) -> dict[str, Any]:
     mask, sampled = to_host((batch.mask, rollout.rollout))
     # of a token, behaviour = policy / kept mass
     kept = np.exp(sampled.policy_logprobs.astype(np.float64) - sampled.behaviour_logprobs)[mask]
-    metrics = rollout.metrics()
-    return found | {
-        "tokens": int(mask.sum()),
-        "kept_mass": float(kept.mean()),
-        "support_mean": metrics["rollout/support_mean"],
-        "support_capped": metrics["rollout/support_capped"],
+    of_supports = {
+        name.removeprefix("rollout/"): value
+        for name, value in rollout.metrics().items()
+        if name.startswith("rollout/support_")
     }
+    return found | {"tokens": int(mask.sum()), "kept_mass": float(kept.mean())} | of_supports
 
 
 def run(arguments: Arguments) -> None:
