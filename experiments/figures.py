@@ -326,6 +326,42 @@ def compute_dtype() -> str:
     return f"{about}\n\n{table(heads, rows)}"
 
 
+REPLAY = "sampling_replay.json"
+
+
+def ratios_of(side: dict[str, float]) -> str:
+    """Mean and median of ratios, and how many are outside."""
+    return f"{side['mean']:.3f}, {side['median']:.3f}, {side['outside']:.1%}"
+
+
+def sampling_replay() -> str:
+    """Ratios under truncated sampling, over the vocabulary and over supports."""
+    found = record(REPLAY)
+    given = found["arguments"]
+    about = prose(f"""
+        The importance ratio of a policy with itself, trainer over rollout, where sampling is truncated: {given["model"]} answers
+        {found["prompts"]} prompts {given["samples"]} times in {given["new_tokens"]} tokens at most, at temperature 1, and the
+        trainer scores the same tokens over the whole vocabulary, then over each token's support
+        (`rl.correction.truncated_sampling = "replay"`; `rollout.support_size` {given["support_size"]}). What a recipe does not
+        quantize is in float32, without exact mode. Over the vocabulary the mean is about the kept mass; what replay leaves is
+        numerics, as where nothing is truncated. "Outside": ratios below 0.9 or above 1.1.
+    """)
+    rows = []
+    for row in found["rows"]:
+        replayed = ["", "", ""]
+        if "support" in row:
+            kept = f"{row['support_mean']:.1f}", f"{row['support_capped']:.1%}"
+            replayed = [ratios_of(row["support"]), *kept]
+        truncated = f"`{row['recipe']}`", row["truncation"], f"{row['kept_mass']:.3f}"
+        rows.append([*truncated, ratios_of(row["vocabulary"]), *replayed, f"{row['tokens']:,}"])
+    of = "mean, median, outside"
+    heads = [
+        *("recipe", "truncation", "kept mass", f"ratio over the vocabulary: {of}"),
+        *(f"replayed: {of}", "ids of a support", "capped", "tokens"),
+    ]
+    return f"{about}\n\n{table(heads, rows)}"
+
+
 def partial_rollouts() -> str:
     """Completions that are carried over to the next step."""
     found, kept = study("partial_rollouts"), record("ablations/partial_rollouts.json")
@@ -993,6 +1029,12 @@ SECTIONS = (
     Section("Exact mode", exact, "python -m experiments.identity", "exact/identity.json"),
     ablation("Corrections", correction, "correction"),
     ablation("Corrections at a high dose", high_dose, "high_dose", optional=True),
+    Section(
+        "Truncated sampling",
+        sampling_replay,
+        "python -m experiments.sampling_replay --output FILE",
+        REPLAY,
+    ),
     ablation("Compute dtypes", compute_dtype, "compute_dtype"),
     ablation("Partial rollouts", partial_rollouts, "partial_rollouts"),
     ablation("KV calibration", kv_calibration, "kv_calibration"),

@@ -1,5 +1,6 @@
 """A session that learns from a reward given in the script, alone or joined to another process, with
-continuous batching in two slots of each part of the batch.
+continuous batching in two slots of each part of the batch. Sampling is truncated, and the trainer,
+whose vocabulary is split, replays the supports.
 
 Arguments: coordinator, number of processes, number of this one, directory. Prints its metrics and
 texts as JSON.
@@ -31,6 +32,8 @@ session = fp8rl.Session(
     fsdp=2,
     tensor=2,
     data=1,
+    top_k=200,
+    truncated_sampling="replay",
 )
 rows = []
 for _ in range(3):

@@ -77,6 +77,7 @@ def test_a_session_in_two_processes_is_that_of_one(tmp_path):
     for a, b in zip(one["rows"], two["rows"], strict=True):
         a, b = ({name: x for name, x in row.items() if name != "texts"} for row in (a, b))
         assert b == pytest.approx(a, rel=1e-4, abs=1e-6)
+        assert a["rollout/support_mean"] == 200 and 0 < a["entropy"] <= np.log(200)
     assert [x for row in two["logprobs"] for x in row] == pytest.approx(
         [x for row in one["logprobs"] for x in row], abs=1e-4
     )
