@@ -175,6 +175,8 @@ def test_a_resumed_run_keeps_what_was_decided(tmp_path):
         ("moe", "nvfp4-experts", "bfloat16", "auto"),
         ("dense", "jet-rl-cast", "float32", "auto"),
         ("dense", "fp4", "bfloat16", "auto"),
+        ("moe", "nvfp4-rl", "float32", "auto"),
+        ("dense", "mxfp4", "bfloat16", "auto"),
     ],
 )
 def test_the_trainer_has_the_bits_of_the_rollout(kind, name, dtype, backend):
