@@ -122,7 +122,7 @@ def test_draws_follow_the_biased_and_banned_distribution():
     setting = Sampling(temperature=0.8, logit_bias=jnp.asarray(bias, jnp.float32))
     keys = jax.random.split(jax.random.key(1), rows)
     tiled = jnp.tile(jnp.asarray(logits, jnp.float32), (rows, 1))
-    tokens, behaviour, policy = jax.jit(draw)(tiled, keys, setting, jnp.tile(banned, (rows, 1)))
+    tokens, behaviour, policy, _ = jax.jit(draw)(tiled, keys, setting, jnp.tile(banned, (rows, 1)))
     expected = log_softmax(np.where(banned, -np.inf, logits + bias) / 0.8)
     np.testing.assert_allclose(behaviour, expected[tokens], atol=1e-5)
     np.testing.assert_allclose(policy, log_softmax(logits / 0.8)[tokens], atol=1e-5)
