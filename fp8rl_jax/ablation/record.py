@@ -42,6 +42,10 @@ JUDGED = "judged.json"
 """What the judge found of a run's model: metrics judged/*, and the row of evaluations.jsonl."""
 KEPT = (
     "reward/mean",
+    "reward/frac_zero_std",
+    "advantages/frac_zero",
+    "entropy",
+    "rollout/entropy",
     "mismatch/k3",
     "mismatch/logprob_abs_diff_max",
     "mismatch/is_clip_frac",

@@ -17,6 +17,7 @@ from fp8rl_jax import rl
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel import constrain, to_host
+from fp8rl_jax.rl.metrics import masked_mean
 from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.training.batch import Batch
 from fp8rl_jax.training.experience import Experience
@@ -114,6 +115,32 @@ def sample_advantages(
     return rl.group_advantages(
         rewards + overlong, samples, config.advantage, valid, lengths
     ), metrics
+
+
+@jax.jit
+def explored(batch: Batch, sampled: Float[Array, "b t"]) -> dict[str, Array]:
+    """Measure how much a rollout explores: rollout/entropy, in nats a token.
+
+    It is -E[log p] over what was sampled: the entropy of the distribution that served, noise and
+    quantization included, where that was sampled as it is.
+
+    Args:
+        batch: all rows of a step, before a selection.
+        sampled: the rollout's policy_logprobs of its tokens.
+    """
+    return {"rollout/entropy": masked_mean(-sampled, batch.mask)}
+
+
+@jax.jit
+def taught(batch: Batch) -> dict[str, Array]:
+    """Measure what the rows of an update teach: advantages/frac_zero, the part of those in the loss
+    whose advantage is 0.
+
+    Args:
+        batch: behind a selection.
+    """
+    rows = (batch.mask if batch.loss_mask is None else batch.loss_mask).any(axis=1)
+    return {"advantages/frac_zero": masked_mean(batch.advantages == 0, rows)}
 
 
 def select_rows(

@@ -83,7 +83,14 @@ from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.scores import Scores
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.training.adapters import adapt, base_formats, restored, to_save
-from fp8rl_jax.training.advantages import lengths_of, read_rewards, sample_advantages, select_rows
+from fp8rl_jax.training.advantages import (
+    explored,
+    lengths_of,
+    read_rewards,
+    sample_advantages,
+    select_rows,
+    taught,
+)
 from fp8rl_jax.training.batch import Batch, bucket, narrow, untrim
 from fp8rl_jax.training.carry_over import CarryOver
 from fp8rl_jax.training.checkpoint import Checkpoints, difference
@@ -438,8 +445,8 @@ class Session:
                 these now, and without them on the next rollout's own prompts.
 
         Returns:
-            Numbers by name: loss, policy_loss, reward/*, mismatch/*, optim/*, fp8/*, correction/*,
-            completions/*, ...
+            Numbers by name: loss, policy_loss, reward/*, advantages/*, mismatch/*, optim/*, fp8/*,
+            correction/*, completions/*, ...
 
             A rollout of older weights, which a correction is for, has the distance between their
             policy and the present one as off_policy/* in place of mismatch/*, and
@@ -483,6 +490,7 @@ class Session:
         )
         batch = replace(batch, advantages=rollout.by_row(advantages))
         sampled = rollout.scored_logprobs
+        metrics |= explored(batch, sampled)
         if config.rl.selection:
             key = selection_key(config.seed, self.step)
             batch, sampled, chosen = select_rows(rollout, batch, earned, key, config.rl, self._unit)
@@ -490,6 +498,7 @@ class Session:
             parts = learner.micro_batches(len(batch.lengths))
             if not first:
                 batch = learner.with_logprobs(state, batch, parts, clock)
+        metrics |= taught(batch)
         served = self.scales
         with self._given_away():
             state, train_logprobs, learned, seen = learner.update(

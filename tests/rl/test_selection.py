@@ -96,12 +96,16 @@ def updated(**settings):
     session = fp8rl.Session(policy, tokenizer, learning_rate=1e-2, **(usual | settings))
     rollout = session.rollout(["ab=", "cde=", "f="])
     metrics = session.update(rollout, [0.0, 1.0, 2.0, 0.0, *[1.0] * 4, 1.0, 0.0, 2.0, 1.0])
+    surprise = -np.concatenate([np.asarray(x, np.float64) for x in rollout.logprobs]).mean()
+    assert metrics["rollout/entropy"] == pytest.approx(surprise, rel=1e-5)
     return metrics, [np.asarray(x) for x in jax.tree.leaves(session.policy)]
 
 
 def test_an_update_of_chosen_rows_is_that_of_these_rows():
     whole, weights = updated()
     assert "selection/used" not in whole
+    # of the second prompt all, of the third two
+    assert whole["advantages/frac_zero"] == 0.5
 
     def every(inputs, config):
         return jnp.arange(12).reshape(3, 4)
@@ -126,6 +130,7 @@ def test_an_update_of_chosen_rows_is_that_of_these_rows():
     # a prompt of equal rewards has no advantage: without it the mean is over fewer tokens
     metrics, _ = updated(selection="informative")
     assert metrics["selection/used"] == pytest.approx(2 / 3)
+    assert metrics["advantages/frac_zero"] == 0.25
     assert metrics["optim/grad_norm"] > 1.1 * whole["optim/grad_norm"]
 
 
