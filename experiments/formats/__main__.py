@@ -31,7 +31,7 @@ import numpy as np
 
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
-from experiments.formats.rows import BASELINE, ROWS, Row, bits, chosen, fingerprint
+from experiments.formats.rows import BASELINE, Row, bits, chosen, fingerprint
 from fp8rl_jax.ablation.record import write_json
 from fp8rl_jax.caching import keep_compiled_programs
 from fp8rl_jax.config.recipe import Recipe
@@ -53,7 +53,7 @@ class Arguments:
     parts: tuple[str, ...] = PARTS
     """Of mismatch, errors, exact, attention, sums and learning."""
     rows: tuple[str, ...] = ()
-    """Formats by name; default: those that the part has (experiments/formats/rows.py)."""
+    """Formats by name; default: all of experiments/formats/rows.py."""
     module: tuple[str, ...] = ()
     """Python files that register further formats, each a row more."""
     output: str = "experiments/results/formats"
@@ -296,14 +296,12 @@ def attention(arguments: Arguments, rows: list[Row]) -> None:
 
 def learning(arguments: Arguments, rows: list[Row]) -> None:
     """Losses of each row, seed by seed."""
-    from experiments.formats.learning import LEARNED, losses, run_config
+    from experiments.formats.learning import losses, run_config
 
     settings = of(arguments, "steps", "batch_size")
     record = Record(Path(arguments.output) / "learning.json", settings)
     config = run_config(arguments.steps, arguments.batch_size)
-    known = {row.name for row in ROWS}
-    usual = [row for row in rows if arguments.rows or row.name in LEARNED or row.name not in known]
-    for row in (Row(BASELINE), *usual):
+    for row in (Row(BASELINE), *rows):
         if row.name != BASELINE:
             record.describe(row)
         for seed in range(arguments.seeds):

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from experiments.depth import short
-from experiments.formats.rows import BFLOAT16
 from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import RunConfig
@@ -27,12 +26,6 @@ from fp8rl_jax.training.sft import demonstrations, mean_loss
 from fp8rl_jax.training.source import load_model
 
 DEMO = Path(__file__).parents[1] / "runs" / "demo.toml"
-LEARNED = (
-    *("e4m3-128x128", "mxfp4", "nvfp4", "int4-1x128", "mxfp8", "mxfp6", "nvfp4-16x16"),
-    *(BFLOAT16, "int4-1x32", "e4m3-128x128-power_of_two"),
-    *("mxfp8_e5m2", "mxfp6_e3m2", "e4m2", "e3m2"),
-)
-"""Rows that are trained unless others are named, beside those of other files."""
 HELD_OUT = 256
 
 
