@@ -126,7 +126,7 @@ def explored(batch: Batch, sampled: Float[Array, "b t"]) -> dict[str, Array]:
 
     Args:
         batch: all rows of a step, before a selection.
-        sampled: the rollout's policy_logprobs of its tokens.
+        sampled: the rollout's log-probabilities of its tokens.
     """
     return {"rollout/entropy": masked_mean(-sampled, batch.mask)}
 
