@@ -275,8 +275,47 @@ def high_dose() -> str:
 
 def share(runs: list[dict[str, Any]], metric: str) -> str:
     """Mean over steps and seeds of a metric that is a share; empty where no run has it."""
+    return over_steps(runs, metric, ".1%")
+
+
+def over_steps(runs: list[dict[str, Any]], metric: str, form: str) -> str:
+    """Mean over steps and seeds of a metric; empty where no run has it."""
     found = [run["series"][metric]["values"] for run in runs if metric in run["series"]]
-    return f"{np.mean(np.concatenate(found)):.1%}" if found else ""
+    values = [x for of in found for x in of if x is not None]
+    return f"{np.mean(values):{form}}" if values else ""
+
+
+def side_by_side(name: str, about: str, counted: dict[str, tuple[str, str]]) -> str:
+    """A table of an ablation's arms: accuracies, mismatch, and means of other metrics.
+
+    Args:
+        about: what it is of; the numbers of seeds, problems and steps are said behind it.
+        counted: by head of the column, a metric and how it is written.
+    """
+    found, kept = study(name), record(f"ablations/{name}.json")
+    judged = any(arm.judged.n for arm in found.arms.values())
+    rows = []
+    for arm in kept["arms"]:
+        figures = found.arms[arm["name"]]
+        rows.append(
+            [
+                f"`{arm['name']}`",
+                estimate(figures.after, ".3f"),
+                *([estimate(figures.judged, ".3f")] if judged else []),
+                against(figures),
+                interval(figures.k3, ".1e"),
+                *(over_steps(arm["runs"], *metric) for metric in counted.values()),
+            ]
+        )
+    heads = [
+        *("arm", "accuracy after, as each is served"),
+        *(f"judged under `{kept['judge']}`" for _ in range(judged)),
+        *(f"difference to `{kept['baseline']}`", K3, *counted),
+    ]
+    text = prose(f"""
+        {about} {found.steps} steps, {found.seeds} paired seeds, {found.problems} held-out problems; means over steps and seeds.
+    """)
+    return f"{text}\n\n{table(heads, rows)}"
 
 
 def without(where: str) -> str:
@@ -1001,6 +1040,56 @@ def ablation(heading: str, text: Callable[[], str], name: str, optional: bool = 
     return Section(heading, text, command, f"ablations/{name}.json", optional)
 
 
+REWARD = {"reward": ("reward/mean", ".3f")}
+ENTROPY = {"entropy of the rollout, nats": ("rollout/entropy", ".3f")}
+SIDE_BY_SIDE: tuple[tuple[str, str, str, dict[str, tuple[str, str]]], ...] = (
+    (
+        "INT4 with quantization-aware training",
+        "int4_qat",
+        """INT4 weights of 128 to a scale in the rollout alone, in the trainer alone and in both (`int4-qat`), against neither;
+        no importance weights. The demo with longer words (`experiments/runs/mismatch.toml`), answers drawn at temperature 1.""",
+        REWARD | ENTROPY,
+    ),
+    (
+        "NVFP4 in reinforcement learning",
+        "nvfp4_rl",
+        """NVFP4 on both sides: the form for reinforcement learning (`nvfp4-rl`), that for pretraining (`nvfp4`), and what of
+        the latter is taken over one at a time. The demo with longer words, answers drawn at temperature 1.""",
+        REWARD | ENTROPY,
+    ),
+    (
+        "QeRL",
+        "qerl",
+        """Adapters and norms beside a frozen base in four formats, with noise on the norms of what is served (5e-2 to 5e-4 in
+        ten stages) and without. The demo with longer words, answers drawn at temperature 1.""",
+        REWARD | ENTROPY,
+    ),
+    (
+        "Shuffle-R1",
+        "shuffle_r1",
+        """Of 16 samples drawn of each prompt: all of them, the half whose rewards differ most in pairs, and as many drawn from
+        these pairs by advantage. Four updates a step.""",
+        REWARD
+        | {
+            "rows of advantage 0": ("advantages/frac_zero", ".1%"),
+            "gradient norm": ("optim/grad_norm", ".2f"),
+        },
+    ),
+    (
+        "Do updates arrive in a mixture of experts?",
+        "moe_dither",
+        """The demo with experts and replayed routes, from a model in bfloat16, in bfloat16 compute.""",
+        REWARD | {"arrived": ("sync/arrived", ".2f")},
+    ),
+    (
+        "And from a checkpoint in FP8?",
+        "smollm2_fp8_start",
+        """SmolLM2-135M in block FP8 learns sums under `jet-rl` in float32 compute, where nothing but FP8 rounds.""",
+        REWARD | {"arrived": ("sync/arrived", ".2f")},
+    ),
+)
+"""Heading, ablation, what it is of, and the metrics beside accuracies and mismatch."""
+
 SECTIONS = (
     ablation("The demo", demo, "demo"),
     ablation("SmolLM2 addition", smollm2_addition, "smollm2_addition", optional=True),
@@ -1034,6 +1123,10 @@ SECTIONS = (
         sampling_replay,
         "python -m experiments.sampling_replay --output FILE",
         REPLAY,
+    ),
+    *(
+        ablation(heading, partial(side_by_side, name, about, counted), name, optional=True)
+        for heading, name, about, counted in SIDE_BY_SIDE
     ),
     ablation("Compute dtypes", compute_dtype, "compute_dtype"),
     ablation("Partial rollouts", partial_rollouts, "partial_rollouts"),
