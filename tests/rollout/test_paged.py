@@ -119,9 +119,9 @@ def test_rollouts_are_those_of_the_static_sampler(kind, unroll, layout):
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("dense", "bf16", "float32", "tight"),
-                ("dense", "jet-rl", "bfloat16", "small"),
+                ("dense", "mxfp8", "float32", "small"),
                 ("dense", "jet-rl", "bfloat16", "tight"),
-                ("experts", "bf16", "bfloat16", "small"),
+                ("experts", "nvfp4-rl", "bfloat16", "small"),
                 ("experts", "bf16", "bfloat16", "tight"),
             )
         ),
