@@ -145,20 +145,21 @@ class AcceptanceConfig:
     start: float = 4e-3
     """Tolerance at the first step; the paper's for Qwen3-1.7B, 1e-3 for Qwen3-4B."""
     end: float = 1e-3
-    """Tolerance from step `steps` on; the paper's for Qwen3-1.7B, 0 for Qwen3-4B."""
-    steps: int = 100
+    """Tolerance from step `decay_steps` on; the paper's for Qwen3-1.7B, 0 for Qwen3-4B."""
+    decay_steps: int = 100
     """Steps over which the tolerance goes linearly from one to the other."""
 
     def __post_init__(self) -> None:
         report(
             at_least("rl.acceptance.start", self.start, 0.0),
             at_least("rl.acceptance.end", self.end, 0.0),
-            at_least("rl.acceptance.steps", self.steps, 1),
+            at_least("rl.acceptance.decay_steps", self.decay_steps, 1),
         )
 
     def tolerance(self, step: int) -> float:
         """Return the tolerance of a step, from 0."""
-        return self.start + min(step, self.steps) / self.steps * (self.end - self.start)
+        fallen = min(step / self.decay_steps, 1.0)
+        return self.start + fallen * (self.end - self.start)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,6 @@ def test_the_tolerance_falls_linearly():
     paper = rl.AcceptanceConfig(start=1e-3, end=0.0)
     found = [paper.tolerance(step) for step in (0, 25, 100, 500)]
     np.testing.assert_allclose(found, [1e-3, 7.5e-4, 0, 0], atol=1e-12)
-    for changes in ({"start": -1e-3}, {"end": float("nan")}, {"steps": 0}):
+    for changes in ({"start": -1e-3}, {"end": float("nan")}, {"decay_steps": 0}):
         with pytest.raises(UserError, match=f"^rl.acceptance.{next(iter(changes))}: "):
             rl.AcceptanceConfig(**changes)
