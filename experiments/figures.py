@@ -1276,6 +1276,16 @@ def corrected(name: str) -> tuple[str, str]:
     return dose, f"{found.seeds} seeds x {found.problems} problems"
 
 
+def trained_on_what_is_served() -> tuple[str, str]:
+    """INT4 weights on one side and on both."""
+    found = study("int4_qat")
+    k3 = ", ".join(
+        f"`{name}` {found.arms[name].k3[0]:.1e}" for name in ("rollout", "trainer", "both")
+    )
+    text = f"k3 {k3}; accuracy of `both` less that of `none`: {against(found.arms['both'])}"
+    return text, f"{found.seeds} seeds x {found.problems} problems"
+
+
 def apart() -> tuple[str, str]:
     """Gradients under FP8."""
     found = record("gradients/results.json")["distances"]["quantization: jet-rl against bf16"]
@@ -1361,6 +1371,11 @@ CLAIMS = (
         "And where it is so far off that learning is lost?",
         partial(corrected, "high_dose"),
         "Corrections at a high dose",
+    ),
+    Claim(
+        "INT4 weights in the rollout, in the trainer, or in both: what is left of the mismatch?",
+        trained_on_what_is_served,
+        "INT4 with quantization-aware training",
     ),
     Claim("How far does FP8 move the gradients?", apart, "Gradients"),
     Claim("How fast is the rollout on a CPU, beside vLLM's?", beside, "Speed of the rollout"),
