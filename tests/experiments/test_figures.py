@@ -114,15 +114,22 @@ def test_a_section_stands_where_its_record_does(tmp_path, monkeypatch, fresh):
 
 
 def test_corrections_at_a_high_dose_say_what_was_left_out(tmp_path, monkeypatch, fresh):
-    """The record of the low dose, in which one arm has taken updates back."""
-    kept = figures.record("ablations/correction.json")
+    """The record, with other updates taken back and other outcomes."""
+    kept = figures.record("ablations/high_dose.json")
+    for arm in kept["arms"]:
+        for run in arm["runs"]:
+            run["series"].pop("optim/rejected", None)
+            run["outcome"] = 0.5 + 0.25 * (arm["name"] == "token_tis")
     for run, values in zip(kept["arms"][2]["runs"][:2], ([0.0, 1.0], [1.0, 1.0]), strict=True):
         run["series"]["optim/rejected"] = {"steps": [0, 1], "values": values}
     (tmp_path / "ablations").mkdir()
     (tmp_path / "ablations" / "high_dose.json").write_text(json.dumps(kept))
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    rows = [line.split(" | ") for line in figures.high_dose().splitlines() if "`" in line[:3]]
-    assert [row[-1].strip(" |") for row in rows] == ["", "", "75.0%", "", ""]
+    text = figures.high_dose()
+    rows = [line.split(" | ") for line in text.splitlines() if "`" in line[:3]]
+    assert [row[-1].strip(" |") for row in rows] == ["", "", "75.0%", "", "", "", "", ""]
+    assert "`token_tis` +0.250 (+0.250 to +0.250), ahead in 5 of 5 seeds" in text
+    assert "`icepop` +0.000 (+0.000 to +0.000), ahead in 0 of 5 seeds" in text
 
 
 def test_the_speed_of_the_rollout_is_its_record(tmp_path, monkeypatch):
