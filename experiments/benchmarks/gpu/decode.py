@@ -134,30 +134,31 @@ def arguments(
         ones = KVScales(*(jnp.ones(config.num_layers) for _ in range(3)))
         policy = with_scales(policy, ones)
     fixed = sampler._Fixed(
-        prefix,
-        jnp.full(rows, context, jnp.int32),
-        sampler.row_keys(jax.random.key(0), jnp.arange(rows), 1),
-        own.mask,
-        jnp.zeros(0, jnp.int32),
-        None,
-        None,
-        None,
+        prefill=prefix,
+        starts=jnp.full(rows, context, jnp.int32),
+        keys=sampler.row_keys(jax.random.key(0), jnp.arange(rows), 1),
+        slots=own.mask,
+        stops=jnp.zeros(0, jnp.int32),
+        limits=None,
+        prompt_logprobs=None,
+        prompt_expert_ids=None,
     )
     none, numbers = jnp.zeros((rows, steps + 1), bool), jnp.zeros((rows, steps + 1), jnp.float32)
     first = jax.random.randint(tokens, (rows,), 0, config.vocab_size, jnp.int32)
     state = sampler._State(
-        jnp.int32(0),
-        first,
-        jnp.zeros(rows, bool),
-        (own.keys, own.values),
-        None,
-        None,
-        none.astype(jnp.int32),
-        none,
-        numbers,
-        numbers,
-        jnp.zeros(rows, bool),
-        None,
+        t=jnp.int32(0),
+        token=first,
+        done=jnp.zeros(rows, bool),
+        completion=(own.keys, own.values),
+        stop_state=None,
+        bad_state=None,
+        tokens=none.astype(jnp.int32),
+        mask=none,
+        behaviour_logprobs=numbers,
+        policy_logprobs=numbers,
+        support=None,
+        stopped=jnp.zeros(rows, bool),
+        expert_ids=None,
     )
     return policy, fixed, state
 
