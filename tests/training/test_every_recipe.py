@@ -1,5 +1,5 @@
 """`fp8rl train` of a mixture of experts under every recipe and of a dense model under one, from
-Hugging Face directories, resumed once."""
+Hugging Face directories, resumed once where there is state of a kind that no other here has."""
 
 import math
 from dataclasses import replace
@@ -36,6 +36,9 @@ RUN = {"rollout": {"prompts_per_step": 2}, "trainer": {"steps": 2}, "checkpoint"
 ROUNDING, QUANTIZED = 1e-11, 1e-4
 # of formats that another recipe trains with
 SAME_FORMATS = {"mxfp8-rollout", "nvfp4-rollout", "nvfp4-rl", "w4a16", "fp8-lm-o1", "fp8-lm-o2"}
+# no state beside masters and moments, KV scales, exact mode; moments in other formats have a test of
+# their own (test_gradients.py)
+RESUMED = {("moe", "bf16", False), ("dense", "fp8-rl", False), ("moe", "jet-rl", True)}
 RUNS = [("moe", recipe, False) for recipe in RECIPES if recipe not in SAME_FORMATS]
 RUNS += [("moe", "jet-rl", True)]
 RUNS += [("dense", "fp8-rl", False)]
@@ -94,6 +97,8 @@ def test_two_steps_and_a_resumed_one(models, tmp_path, kind, recipe, exact):
     text = "abc="
     assert load_tokenizer(out / "model").encode(text) == ByteTokenizer().encode(text)
 
+    if (kind, recipe, exact) not in RESUMED:
+        return
     # as a run leaves it that is killed in its second step
     (out / "checkpoints" / "2").rename(tmp_path / "gone")
     assert train(run_file, out, *flags, "--resume") == 0
