@@ -136,7 +136,8 @@ class AcceptanceConfig:
     """Updates are taken back where the served policy does not keep what they promised (MIPU, arXiv
     2606.29526, its step 2; rl/acceptance.py). Its step 1 is correction.method "token_tis". Each
     step samples and scores as many completions more, and what is trained and the optimizer's state
-    are there twice. A run does it; a session of Python has `hold` and `go_back`."""
+    are there twice. Exact mode, which leaves no gap, is off with it. A run does it; a session of
+    Python has `hold` and `go_back`."""
 
     enabled: bool = False
     """Judge each step's updates by optim/inference_gap, of completions that the new served policy

@@ -43,7 +43,8 @@ def with_exact_decided(config: RunConfig, ours: bool = True) -> RunConfig:
             "weights sampled are not; set it to 0"
         )
     samples = config.task.kind != "text"
-    plain = ours and samples and not carries and not config.rollout.transform
+    differs = carries or config.rollout.transform or config.rl.acceptance.enabled
+    plain = ours and samples and not differs
     exact = recipe.exact or (plain and promises_exact(recipe, backend))
     return replace(config, precision=replace(config.precision, exact=exact))
 

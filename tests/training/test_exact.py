@@ -109,6 +109,8 @@ def test_recipes_with_one_precision_flow_are_exact_by_default(monkeypatch):
     assert decided("jet-rl", False) is False and decided("jet-rl", True) is True
     assert decided("jet-rl", ours=False) is False
     assert decided("jet-rl", kind="text") is False  # nothing is sampled
+    judged = RunConfig(recipe="jet-rl", rl=rl.RLConfig(acceptance=rl.AcceptanceConfig(True)))
+    assert with_exact_decided(judged).precision.exact is False  # which would leave it nothing
     monkeypatch.setattr("pallas_kernels.invariant.is_available", lambda backend="auto": False)
     assert decided("jet-rl") is False and decided("jet-rl", True) is True
 
