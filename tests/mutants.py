@@ -96,8 +96,8 @@ LIST: list[Mutant] = [
         "training/test_exact.py",
         (
             "exact-with-any-engine",
-            "plain = ours and samples and not carries",
-            "plain = samples and not carries",
+            "plain = ours and samples and not differs",
+            "plain = samples and not differs",
             "exact_by_default",
         ),
     ),
