@@ -1093,7 +1093,7 @@ SIDE_BY_SIDE: tuple[tuple[str, str, str, dict[str, tuple[str, str]]], ...] = (
         "Do updates arrive in a mixture of experts?",
         "moe_dither",
         """The demo with experts and replayed routes, from a model in bfloat16, in bfloat16 compute. Rounded to nearest the first
-        updates hardly arrive and the last ones do: the weights of a model this small leave their cells within the run.""",
+        updates hardly arrive and the last ones do: so many steps at 1e-5 take weights out of their cells.""",
         REWARD | {"arrived": ("sync/arrived", ".2f")},
     ),
     (
