@@ -170,6 +170,11 @@ class RolloutConfig:
         given = self.transform or None, (), f"{key}_args", self.transform_args
         report(*function_faults(key, *given))
 
+    @property
+    def truncated(self) -> bool:
+        """Whether top-k, top-p or min-p leaves tokens out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 @dataclass(frozen=True)
 class MeshConfig:
@@ -323,14 +328,12 @@ class RunConfig:
             vocab: size of the vocabulary.
         """
         r = self.rollout
-        truncated = r.top_k > 0 or r.top_p < 1 or r.min_p > 0
-        if not truncated or self.rl.correction.truncated_sampling != "replay":
+        if not r.truncated or self.rl.correction.truncated_sampling != "replay":
             return 0
         return min(r.support_size or r.top_k or 128, vocab)
 
     def problems(self) -> list[str]:
         """List the faults between keys, one line each; empty where all is well."""
-        of_samplers = self.rl.correction.value("mode") == "bypass"
         rollout, trainer, episodes = self.rollout, self.trainer, self.task.max_turns > 1
         faults, recipe = [], None
         try:
@@ -464,7 +467,7 @@ class RunConfig:
                 "unset with task.max_turns above 1",
             ),
             (
-                self.rl.objective != "p3o" or of_samplers,
+                self.rl.objective != "p3o" or self.rl.correction.value("mode") == "bypass",
                 'rl.objective: "p3o" has the ratio to the policy that sampled; set '
                 'rl.correction.mode = "bypass"',
             ),

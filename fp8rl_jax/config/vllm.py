@@ -95,13 +95,7 @@ def vllm_problems(run: RunConfig, recipe: Recipe) -> list[str]:
     per_layer = TensorFormat("e4m3", None)
     given = {word.partition("=")[0].replace("_", "-") for word in vllm.arguments}
     here, several = vllm.transport == "dlpack", []
-    truncated = (
-        rollout.top_k > 0
-        or rollout.top_p < 1
-        or rollout.min_p > 0
-        or bool(rollout.bad_words)
-        or bool(rollout.logit_bias)
-    )
+    truncated = rollout.truncated or bool(rollout.bad_words) or bool(rollout.logit_bias)
     checks = [
         (
             here or bool(vllm.python) != bool(vllm.address),

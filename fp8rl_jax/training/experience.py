@@ -203,8 +203,9 @@ class Experience:
         """
         version = {"rollout/weight_version": float(self.weight_version)}
         version |= {name: float(value) for name, value in to_host(self.rollout.metrics).items()}
-        if self.rollout.support is not None:
-            version |= _support_metrics(*to_host((self.rollout.support, self.rollout.mask)))
+        if (support := self.rollout.support) is not None:
+            count, mask = to_host((support.count, self.rollout.mask))
+            version |= _support_metrics(count[mask], support.ids.shape[-1])
         if self.episodes is None:
             mask, stopped = to_host((self.rollout.mask, self.rollout.stopped))
             count = len(self.texts)
@@ -339,8 +340,8 @@ def _behind_one_token(row: Row) -> Row:
     )
 
 
-def _support_metrics(support: Support, mask: Bool[np.ndarray, "b t"]) -> dict[str, float]:
-    most, count = support.ids.shape[-1], np.asarray(support.count)[mask]
+def _support_metrics(count: Int[np.ndarray, " n"], most: int) -> dict[str, float]:
+    """Of n tokens, what truncation kept of each, and how many a support holds."""
     return {
         "rollout/support_mean": float(np.minimum(count, most).mean()),
         "rollout/support_capped": float((count > most).mean()),
