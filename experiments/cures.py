@@ -5,8 +5,9 @@ Masters begin as a checkpoint's weights (SmolLM2-135M, some linears) and are mov
 Adam moves them, by up to the learning rate: each weight by a direction that it keeps, and by one
 that is drawn anew at every step. After each step a grid serves them:
 
-    bfloat16    what both sides round to under bfloat16 compute
-    e4m3        blocks of 128 x 128, of a checkpoint that was quantized so
+    bfloat16                what both sides round to under bfloat16 compute
+    e4m3                    blocks of 128 x 128, of a checkpoint that was quantized so
+    e4m3 from bfloat16      the same blocks of float32 masters, of a checkpoint in bfloat16
 
 and each cure rounds in its way:
 
@@ -19,11 +20,13 @@ and each cure rounds in its way:
 
 Of each: sync/arrived, noise and cosine (rollout.arrival), and what is between two syncs that the
 step between them did not do, over the step: |(S' - S) - (M' - M)| / |M' - M|, `flicker`. `draws`
-is what a float32 export of dithered masters has in it, over the weights: |M - W| / |W|.
+is what a float32 export of dithered masters has in it, over the weights: |M - W| / |W|. A grid that
+the record has is kept.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -41,7 +44,7 @@ from experiments.benchmarks.record import write
 from experiments.command import run_command
 from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.precision import dequantize, quantize
-from fp8rl_jax.precision.rounding import dither, dither_blocks, round_by_hash
+from fp8rl_jax.precision.rounding import dither, dither_blocks, dither_inside, round_by_hash
 from fp8rl_jax.weights.load import load
 from fp8rl_jax.weights.resolve import resolve_model
 from pallas_kernels.quantize import expand_scales
@@ -74,9 +77,15 @@ class Arguments:
 class Grid(NamedTuple):
     """What weights are served on; each function gives float32."""
 
+    checkpoint: Callable[[Array], Array]
+    """What weights are in the file that training starts from."""
     nearest: Callable[[Array], Array]
     stochastic: Callable[[Array, Array], Array]
     dither: Callable[[Array], Array]
+
+
+def _bfloat16(x: Array) -> Array:
+    return rounded(x, BF16).astype(F32)
 
 
 def _bfloat16_stochastic(x: Array, key: Array) -> Array:
@@ -97,11 +106,23 @@ def _e4m3_stochastic(x: Array, key: Array) -> Array:
 
 GRIDS = {
     "bfloat16": Grid(
-        lambda x: rounded(x, BF16).astype(F32),
+        _bfloat16,
+        _bfloat16,
         _bfloat16_stochastic,
         lambda x: dither(x, BF16, jnp.uint32(1)),
     ),
-    "e4m3": Grid(_e4m3, _e4m3_stochastic, lambda x: dither_blocks(x, E4M3, F32, jnp.uint32(1))),
+    "e4m3": Grid(
+        _e4m3,
+        _e4m3,
+        _e4m3_stochastic,
+        lambda x: dither_blocks(x, E4M3, F32, jnp.uint32(1)),
+    ),
+    "e4m3 from bfloat16": Grid(
+        _bfloat16,
+        _e4m3,
+        _e4m3_stochastic,
+        lambda x: dither_inside(x, E4M3, jnp.uint32(1)),
+    ),
 }
 CURES = ("nearest", "dithered", "hashed", "stochastic", "carried")
 
@@ -143,7 +164,7 @@ def followed(
     sync = partial(served, grid=grid, cure=cure)
     keys = jax.random.split(jax.random.key(seed), 2 * max(STEPS) + 2)
     direction = jax.random.rademacher(keys[0], weights.shape, F32)
-    start = GRIDS[grid].nearest(weights)
+    start = GRIDS[grid].checkpoint(weights)
     if cure == "dithered":
         start = GRIDS[grid].dither(start)
     first, carried = sync(start, jnp.zeros_like(start), keys[1])
@@ -170,7 +191,7 @@ def _metrics(*changes: Array) -> dict[str, float]:
 
 
 def _draws(grid: Grid, weights: Float[Array, "m n"]) -> float:
-    begin = grid.nearest(weights)
+    begin = grid.checkpoint(weights)
     return float(jnp.linalg.norm(grid.dither(begin) - begin) / jnp.linalg.norm(begin))
 
 
@@ -178,13 +199,13 @@ def run(arguments: Arguments) -> None:
     """Every grid, cure, learning rate and kind of movement; means over the tensors."""
     tensors = load(resolve_model(arguments.model))[0].stack.tensors()
     weights = [tensors[name].value[layer] for name, layer in TENSORS]
-    record: dict[str, Any] = {
-        "model": arguments.model,
-        "tensors": TENSORS,
-        "grids": {},
-        "draws": {},
-    }
-    for grid in GRIDS:
+    path = Path(arguments.output)
+    record: dict[str, Any] = (
+        json.loads(path.read_text())
+        if path.exists()
+        else {"model": arguments.model, "tensors": TENSORS, "grids": {}, "draws": {}}
+    )
+    for grid in (name for name in GRIDS if name not in record["grids"]):
         record["draws"][grid] = float(np.mean([_draws(GRIDS[grid], x) for x in weights]))
         cures = record["grids"].setdefault(grid, {})
         for cure in CURES:
@@ -204,8 +225,8 @@ def run(arguments: Arguments) -> None:
                         for step in STEPS
                     }
             print(grid, cure, file=sys.stderr)
-    record["made"] = facts("experiments.cures")
-    write(Path(arguments.output), record)
+        record["made"] = facts("experiments.cures")
+        write(path, record)
 
 
 def main(argv: list[str]) -> int:

@@ -1613,6 +1613,13 @@ LIST: list[Mutant] = [
             "masters_of_an_fp8",
         ),
         (
+            "left-on-the-border",
+            "jnp.where(beyond == served, drawn, served + beyond - drawn)",
+            "jnp.where(beyond == served, drawn, x)",
+            "all_at_once",
+        ),
+        ("largest-moves", "jnp.abs(x) == largest", "x == 0", "cells_of_both"),
+        (
             "every-block-is-drawn",
             "block_amax(off, q.block) == 0",
             "block_amax(off, q.block) >= 0",
@@ -1626,8 +1633,8 @@ LIST: list[Mutant] = [
         ("router-is-drawn", 'if name.removeprefix("layers.") in', "if name in", "router"),
         (
             "all-layers",
-            "jnp.where(here, _dither_blocks(made, fmt, source, salt), made)",
-            "_dither_blocks(made, fmt, source, salt)",
+            "jnp.where(here, drawn, made)",
+            "drawn",
             "what_lies",
         ),
     ),

@@ -78,9 +78,11 @@ class ModelConfig:
     for bit; but a checkpoint's weights lie in the middle of such a cell, and an update of less than
     half a step, which is what reinforcement learning makes, is lost with each of them (metric
     sync/arrived). Drawn at random, as many of them cross into the next cell as the update is long,
-    so that it arrives in the mean, at no cost. auto: where there are such cells and the weights
-    themselves are trained. Weights that lie between two numbers stay as they are: those of a
-    float32 checkpoint in bfloat16, those of a bfloat16 checkpoint in FP8."""
+    so that it arrives in the mean, at no cost. Some weights of a bfloat16 checkpoint lie on the
+    border of two FP8 cells, and would cross it all at once: where both sides quantize the float32
+    master they are drawn, too, from the cells that they have in both formats. auto: where there are
+    such cells and the weights themselves are trained. A float32 checkpoint's weights lie between
+    two numbers already, and stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -350,8 +352,8 @@ class RunConfig:
                 and not recipe.shares_weights
             ):
                 faults.append(
-                    "model.dither: float32 compute rounds no master, so every update arrives, and "
-                    "a master that was moved would be another policy; leave it false"
+                    "model.dither: in float32 compute a side that quantizes no weights sees all of "
+                    "a master, and one that was moved would be another policy; leave it false"
                 )
             if recipe.weight_rounding == "stochastic" and self.model.dither is True:
                 faults.append(

@@ -8,6 +8,8 @@ the first policy is the same bit for bit, and an update arrives in the mean from
     of the compute dtype           bfloat16 and float16, all that both sides round to it
     of a quantized weight format   linears that both sides have in that format, of a checkpoint that
                                    was quantized in it
+    what lies in one of both       linears that both sides quantize straight from the float32
+                                   master, of a checkpoint in bfloat16
 
 A side that has a linear in the compute dtype sees all of a master. There the second kind of cell
 would make another policy of it, and the linear keeps to the first.
@@ -31,7 +33,7 @@ from fp8rl_jax.models.tensors import of_kind
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.precision import Format, quantize
 from fp8rl_jax.precision.formats import has, in_blocks
-from fp8rl_jax.precision.rounding import dither, dither_blocks, on_grid
+from fp8rl_jax.precision.rounding import dither, dither_blocks, dither_inside, on_grid
 
 _DITHER = 3
 """What the key of a seed is for; 0 to 2 are training, samples and adapters."""
@@ -39,6 +41,7 @@ _DITHER = 3
 # jitted by themselves, so that tensors of one shape are compiled once
 _dither = jax.jit(dither, static_argnums=1)
 _dither_blocks = jax.jit(dither_blocks, static_argnums=(1, 2))
+_dither_inside = jax.jit(dither_inside, static_argnums=1)
 
 
 def dithered(policy: Policy, recipe: Recipe, seed: int, dtype: jnp.dtype) -> Policy:
@@ -68,12 +71,16 @@ def dithered(policy: Policy, recipe: Recipe, seed: int, dtype: jnp.dtype) -> Pol
         made = value if dtype == jnp.float32 else _dither(value, dtype, salt)
         of_layers = formats.get(name.removeprefix("layers."), [])
         for fmt in dict.fromkeys(filter(None, of_layers)):
-            source = dtype
+            source = jnp.dtype(jnp.float32) if recipe.weight_source == "master" else dtype
             here = np.reshape([own == fmt for own in of_layers], (-1,) + (1,) * (value.ndim - 1))
-            if recipe.weight_source == "master":
-                made, source = jnp.where(here, value, made), jnp.dtype(jnp.float32)
-            if _begins_on_grid(value, of_layers.index(fmt), fmt):
-                made = jnp.where(here, _dither_blocks(made, fmt, source, salt), made)
+            first, drawn = _first_block(value, of_layers.index(fmt), fmt), made
+            if _block_on_grid(first, fmt):
+                begin = value if source == jnp.float32 else made
+                drawn = _dither_blocks(begin, fmt, source, salt)
+            elif source == jnp.float32:
+                of_bfloat16 = (first.astype(jnp.bfloat16).astype(first.dtype) == first).all()
+                drawn = _dither_inside(value, fmt, salt) if of_bfloat16 else value
+            made = jnp.where(here, drawn, made)
         return made
 
     return build_policy(policy.config, moved)
@@ -103,14 +110,13 @@ def _has_cells(fmt: TensorFormat) -> bool:
     return in_blocks(fmt) or has(fmt, Format.dithered)
 
 
-def _begins_on_grid(value: Array, entry: int, fmt: TensorFormat) -> bool:
-    """Whether the first block of an entry lies on the grid of `fmt`, as every block does of a
-    checkpoint that was quantized in it."""
+def _first_block(value: Array, entry: int, fmt: TensorFormat) -> np.ndarray:
+    """An entry's first block, which says for all of them whether a checkpoint is on a grid."""
     assert fmt.block is not None
     first = to_host(_corner(value, entry, fmt.block))
     # of one shape whatever the tensor's, so that it is compiled once
     sides = zip(fmt.block, first.shape, strict=True)
-    return bool(_block_on_grid(np.pad(first, [(0, side - size) for side, size in sides]), fmt))
+    return np.pad(first, [(0, side - size) for side, size in sides])
 
 
 @partial(jax.jit, static_argnums=2)

@@ -12,6 +12,8 @@ or a weight that starts on the grid, never moves.
                        to: from there rounding to nearest passes a change on in the mean, and draws
                        nothing more (subtractive dither's first half; Roberts 1962, Schuchman 1964)
     dither_blocks      the same of blocks that a quantized format gave, as an FP8 checkpoint has
+    dither_inside      the same of a bfloat16 checkpoint's values, which are in FP8 rounded straight
+                       from float32: they keep to their cells of both
 """
 
 from __future__ import annotations
@@ -112,9 +114,9 @@ def dither_blocks(
     """Draw each value of a block that a quantized format gave from all the numbers that quantize to
     it.
 
-    Other blocks stay (`on_grid`): their values are all over their cells already. In a block that is
-    drawn zeros stay, the largest numbers of the format, which set a float32 scale, and what would
-    not be quantized as before.
+    Other blocks stay (`on_grid`; `dither_inside` is for them). In a block that is drawn zeros stay,
+    the largest numbers of the format, which set a float32 scale, and what would not be quantized as
+    before.
 
     Args:
         x: float32.
@@ -150,6 +152,36 @@ def dither_blocks(
         drawn = jnp.where(drawn == x, x, dither(narrow.astype(x.dtype), dtype, salt ^ 1))
     # where the draws have changed a scale, most of its block does not stay
     return jnp.where(stays(drawn), drawn, x)
+
+
+def dither_inside(
+    x: Float[Array, "*batch m n"], fmt: TensorFormat, salt: UInt32[Array, ""]
+) -> Float[Array, "*batch m n"]:
+    """Draw each value of a bfloat16 checkpoint from the numbers that round to it in bfloat16, as
+    far as they quantize to what it quantizes to.
+
+    Of the sixteen numbers that bfloat16 has in a cell of e4m3 one is exactly on its border in some
+    blocks (amax / 448 has to have few bits): about one weight in two hundred, which goes to the
+    even side. An update, however small, takes half of them across, by a whole step each, and all in
+    its own direction: the first sync then serves many times the update. What is drawn beyond the
+    border is folded back at it, so that on both sides together as much lies at each distance from
+    it as if it were not there, and an update arrives as it is.
+
+    Args:
+        x: float32, quantized without being rounded before. What is not on the grid of bfloat16 is
+            kept, as `dither` does, and the largest of each block, which sets its scale.
+        fmt: with a block.
+        salt: as of `dither`.
+
+    Returns:
+        Shape of `x`, float32. Quantized it is what `x` is, bit for bit.
+    """
+    q = quantize(x, fmt)
+    served, largest = q.dequantize(), expand_scales(block_amax(x, q.block), q.block, x.shape[-2:])
+    drawn = jnp.where(jnp.abs(x) == largest, x, dither(x, jnp.dtype(jnp.bfloat16), salt))
+    beyond = quantize(drawn, fmt).dequantize()
+    drawn = jnp.where(beyond == served, drawn, served + beyond - drawn)
+    return jnp.where(quantize(drawn, fmt).dequantize() == served, drawn, x)
 
 
 def on_grid(x: Float[Array, "*batch m n"], q: QTensor) -> Bool[Array, "*batch mb nb"]:

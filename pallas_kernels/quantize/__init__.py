@@ -7,7 +7,7 @@ from pallas_kernels.quantize.api import (
     regroup,
     round_blocks,
 )
-from pallas_kernels.quantize.reference import amax, block_amax, expand_scales
+from pallas_kernels.quantize.reference import amax, block_amax, expand_scales, reciprocal
 
 __all__ = [
     "Blocks",
@@ -18,6 +18,7 @@ __all__ = [
     "quantize_both",
     "quantize_rms_norm",
     "quantize_swiglu",
+    "reciprocal",
     "regroup",
     "round_blocks",
 ]

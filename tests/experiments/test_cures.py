@@ -22,12 +22,16 @@ def test_every_cure_but_the_error_carried_over_lets_the_update_arrive(tmp_path, 
     monkeypatch.setattr(cures, "KEPT", {"in one direction": 1.0})
     assert cures.main(["--output", str(tmp_path / "cures.json")]) == 0
     record = json.loads((tmp_path / "cures.json").read_text())
+    assert [*record["grids"]] == [*cures.GRIDS]
     # the draws of a cell of relative width 2^-8 to 2^-7, and of one of 2^-4 to 2^-3
-    assert 2**-10 < record["draws"]["bfloat16"] < 2**-8 and 2**-6 < record["draws"]["e4m3"] < 2**-4
+    assert all(2**-10 < record["draws"][x] < 2**-8 for x in ("bfloat16", "e4m3 from bfloat16"))
+    assert 2**-6 < record["draws"]["e4m3"] < 2**-4
     for grid, of_cures in record["grids"].items():
         found = {name: of["in one direction"]["3e-06"]["4"] for name, of in of_cures.items()}
-        assert set(found) == {*cures.CURES} - ({"hashed"} if grid == "e4m3" else set())
+        assert set(found) == {*cures.CURES} - (set() if grid == "bfloat16" else {"hashed"})
         for name, metrics in found.items():
+            if grid == "e4m3 from bfloat16" and name != "dithered":
+                continue  # few weights are at a border, or many
             # from the middle of a cell, what is carried reaches its border late, too
             deaf = name in ("nearest", "carried")
             assert metrics["arrived"] < 0.4 if deaf else 0.5 < metrics["arrived"] < 1.5, (

@@ -25,7 +25,7 @@ from fp8rl_jax.models.forms import rollout_policy, trainer_policy
 from fp8rl_jax.models.lora import join, merge, split
 from fp8rl_jax.models.policy import LINEARS, Layer, Policy, Weight, init_policy, with_layers
 from fp8rl_jax.precision import QuantizedWeight, dequantize, quantize
-from fp8rl_jax.precision.rounding import dither, dither_blocks, round_by_hash
+from fp8rl_jax.precision.rounding import dither, dither_blocks, dither_inside, round_by_hash
 from fp8rl_jax.rollout import arrival
 from fp8rl_jax.rollout.arrival import Arrival, kept, kept_merged
 
@@ -364,6 +364,47 @@ def test_a_draw_that_would_change_a_scale_is_none():
         assert (found.scales == expected.scales).all() and (found.values == expected.values).all()
         drawn.append((made != x).mean())
     assert min(drawn) == 0.0 and max(drawn) > 0.99
+
+
+@pytest.mark.parametrize("row", ["jet-rl", "infir2", "mxfp8", "nvfp4", "int4-qat"])
+def test_masters_of_a_bfloat16_checkpoint_stay_in_their_cells_of_both(row):
+    """Quantized straight from float32: what both sides compute with is the checkpoint's, the
+    unquantized tensors stay, and no linear's master is left where bfloat16 has it."""
+    formats = RECIPES[row]
+    start = on_grid(init_policy(LLAMA, jax.random.key(0)))
+    masters = dithered(start, formats, 0, F32)
+    same_forms(start, masters, formats, F32)
+    for name, weight in masters.stack.tensors().items():
+        before, after = (np.asarray(x.value) for x in (start.stack.tensors()[name], weight))
+        assert (before != after).mean() > 0.95 if name in LINEARS else (before == after).all()
+        # a cell of bfloat16 on either side, where a draw was folded back
+        np.testing.assert_allclose(after, before, rtol=2**-7)
+    of_compute = dithered(start, dataclasses.replace(formats, weight_source="compute"), 0, BF16)
+    assert jax.tree.all(
+        jax.tree.map(lambda x, y: bool((x == y.astype(BF16)).all()), start, of_compute)
+    )
+
+
+@pytest.mark.parametrize(("row", "kick"), [("jet-rl", 5), ("infir2", 15)])
+def test_weights_on_the_border_of_two_cells_do_not_cross_it_all_at_once(row, kick):
+    """Some of bfloat16's numbers are on the borders of FP8's cells, where a block's largest is a
+    multiple of 7 in its significand or its scale a power of two one in sixteen: all that an update
+    moves across would be served many times."""
+    fmt, rng = RECIPES[row].rollout.weight, np.random.default_rng(0)
+    x = rng.normal(0, 0.02, (128, 2048)).astype(BF16).astype(np.float32)
+    x[0, ::512] = 7 / 64
+    moved = 2e-6 * rng.choice([-1.0, 1.0], x.shape)
+
+    def arrived(masters) -> float:
+        first, now = (
+            np.asarray(quantize(jnp.asarray(y, F32), fmt).dequantize(), np.float64)
+            for y in (masters, np.asarray(masters, np.float64) + moved)
+        )
+        return float(((now - first) * moved).sum() / (moved**2).sum())
+
+    drawn = [arrived(dither_inside(jnp.asarray(x), fmt, jnp.uint32(salt))) for salt in range(16)]
+    assert arrived(x) > kick
+    assert np.mean(drawn) == pytest.approx(1.0, abs=0.3)
 
 
 def test_what_lies_between_two_numbers_of_a_format_or_is_read_unquantized_stays():

@@ -360,7 +360,7 @@ def test_prompts_of_every_kind():
         ({"temperature": 0.0}, "rollout.temperature: 0.0 is greedy"),
         ({"clip_low": -1.0}, "rl.clip_low: -1.0 must be a number above 0"),
         ({"updates_per_rollout": 0}, "trainer.updates_per_rollout"),
-        ({"model.dither": True}, "model.dither: float32 compute rounds no master"),
+        ({"model.dither": True}, "model.dither: in float32 compute a side"),
         (
             {"model.dither": True, "compute_dtype": "bfloat16", "lora.rank": 2},
             "model.dither: with lora.rank above 0",

@@ -17,7 +17,7 @@ from fp8rl_jax.precision.formats.drawn import Drawn
 from fp8rl_jax.precision.formats.grids import drawn_from_cells, on_grid
 from pallas_kernels import QTensor
 from pallas_kernels.backend import block_name
-from pallas_kernels.quantize import block_amax, expand_scales
+from pallas_kernels.quantize import block_amax, expand_scales, reciprocal
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Minifloat(Drawn):
         x, groups = x.astype(jnp.float32), block_amax(x, self.block)
         scales = jnp.maximum(groups * (1 / self.largest), jnp.finfo(jnp.float32).tiny)
         scales = jnp.where(groups == 0, 1.0, scales)
-        steps = x / expand_scales(scales, self.block, x.shape[-2:])
+        steps = x * expand_scales(reciprocal(scales), self.block, x.shape[-2:])
         inside = jnp.clip(steps, -self.largest, self.largest)
         smallest = 2 - 2 ** (self.exponent - 1)
         return QTensor(self.stored(on_grid(inside, self.mantissa, smallest, draw)), scales, self)
