@@ -904,18 +904,21 @@ def arrival() -> str:
     about = prose(f"""
         What is served is a rounding of what is learned ([arrival.md](arrival.md)). The runs above, their float32 masters
         served in four ways, each computed in float32: as they are, rounded to bfloat16 and nothing else, in FP8 (linears and
-        KV cache), and in FP8 from their bfloat16. `served` is the run's own last evaluation; what arrived is of its last
-        sync. Mean accuracy (range over seeds); an arm of one seed shows what arrives, and claims nothing of what is learned
-        (`experiments/results/{MORE_ARRIVALS}`, whose command is in `experiments/ablations/smollm2_recipes.toml`).
+        KV cache), and in FP8 from their bfloat16. `served` is the run's own last evaluation; what arrived, noise and changed
+        are of its last sync, and `first` is what arrived at the first one. Mean accuracy (range over seeds); an arm of few
+        seeds shows what arrives, and claims nothing of what is learned (`experiments/results/{MORE_ARRIVALS}`, whose command
+        is in `experiments/ablations/smollm2_recipes.toml`).
     """)
     rows = []
     for arm, of_arm in arrivals().items():
         sync = [{key: x["values"][-1] for key, x in run["series"].items()} for run in of_arm]
         cells = [seeds([run["outcome"] for run in of_arm], ".3f")]
         cells += [seeds([run["served"][way] for run in of_arm], ".3f") for way in SERVED_AS]
+        first = [run["series"]["sync/arrived"]["values"][0] for run in of_arm]
+        cells += [f"{np.mean(first):.2g}"]
         cells += [f"{np.mean([x[f'sync/{key}'] for x in sync]):.2g}" for key in HEARD]
         rows.append([f"`{arm}`", str(len(of_arm)), *cells])
-    heads = ["trained as", "seeds", "served", *SERVED_AS, *HEARD]
+    heads = ["trained as", "seeds", "served", *SERVED_AS, "first", *HEARD]
     return f"{about}\n\n{table(heads, rows)}"
 
 
@@ -974,6 +977,10 @@ def cures() -> str:
     """What arrives under each cure, by learning rate and steps."""
     found = record(CURES)
     draws = found["draws"]
+    first = {
+        cure: movements["in one direction"]["1e-06"]["1"]["arrived"]
+        for cure, movements in found["grids"]["e4m3 from bfloat16"].items()
+    }
     about = prose(f"""
         Linears of SmolLM2-135M as a checkpoint has them, moved step by step as Adam moves them, and served after each step: by
         each grid, and by each way to round (`experiments/cures.py` has the definitions). Columns are learning rate x steps.
@@ -982,7 +989,10 @@ def cures() -> str:
         each. Of what lets the update arrive, dithered masters flicker least, and keep nothing. An error
         that is carried over keeps a float32 for each weight on both sides, is late, since a weight begins in the middle of its
         cell, and then overshoots, since all that began together flip together. Draws put {draws["bfloat16"]:.2%} of the
-        weights into a float32 export where they are of bfloat16, {draws["e4m3"]:.1%} where of e4m3.
+        weights into a float32 export where they are of bfloat16, {draws["e4m3"]:.1%} where of e4m3. Of float32 masters of
+        a bfloat16 checkpoint, quantized as they are (`e4m3 from bfloat16`), the first sync serves {first["nearest"]:.0f}
+        times the update at 1e-6, and {first["dithered"]:.1f} times where they are dithered: what begins [on the border of two
+        cells](arrival.md#on-the-border-of-two-cells) crosses it at once.
     """)
     rows = []
     for grid, of_cures in found["grids"].items():
