@@ -20,8 +20,9 @@ and each cure rounds in its way:
 
 Of each: sync/arrived, noise and cosine (rollout.arrival), and what is between two syncs that the
 step between them did not do, over the step: |(S' - S) - (M' - M)| / |M' - M|, `flicker`. `draws`
-is what a float32 export of dithered masters has in it, over the weights: |M - W| / |W|. A grid that
-the record has is kept.
+is what a float32 export of dithered masters has in it, over the weights: |M - W| / |W|. `borders`
+is the share of a bfloat16 checkpoint's weights on the border of two cells of e4m3, by the rule of
+scales. A grid that the record has is kept.
 """
 
 from __future__ import annotations
@@ -195,6 +196,17 @@ def _draws(grid: Grid, weights: Float[Array, "m n"]) -> float:
     return float(jnp.linalg.norm(grid.dither(begin) - begin) / jnp.linalg.norm(begin))
 
 
+def border(weights: Float[Array, "m n"], scale: str) -> float:
+    """The share of weights that are as near to a code of E4M3 as to its neighbour."""
+    fmt = replace(E4M3, scale=scale)
+    q = quantize(_bfloat16(weights), fmt, "reference")
+    scales = expand_scales(q.scales, q.block, weights.shape)
+    codes = np.abs(np.asarray(_bfloat16(weights), np.float64) / np.asarray(scales, np.float64))
+    least = float(jnp.finfo(q.values.dtype).smallest_normal)
+    steps = codes / 2.0 ** (np.floor(np.log2(np.maximum(codes, least))) - 3)
+    return float(np.mean(np.abs(steps % 1 - 0.5) < 1e-5))  # scales are float32
+
+
 def run(arguments: Arguments) -> None:
     """Every grid, cure, learning rate and kind of movement; means over the tensors."""
     tensors = load(resolve_model(arguments.model))[0].stack.tensors()
@@ -205,6 +217,10 @@ def run(arguments: Arguments) -> None:
         if path.exists()
         else {"model": arguments.model, "tensors": TENSORS, "grids": {}, "draws": {}}
     )
+    record["borders"] = {
+        scale: float(np.mean([border(x, scale) for x in weights]))
+        for scale in ("float32", "power_of_two")
+    }
     for grid in (name for name in GRIDS if name not in record["grids"]):
         record["draws"][grid] = float(np.mean([_draws(GRIDS[grid], x) for x in weights]))
         cures = record["grids"].setdefault(grid, {})
@@ -225,8 +241,9 @@ def run(arguments: Arguments) -> None:
                         for step in STEPS
                     }
             print(grid, cure, file=sys.stderr)
-        record["made"] = facts("experiments.cures")
         write(path, record)
+    record["made"] = facts("experiments.cures")
+    write(path, record)
 
 
 def main(argv: list[str]) -> int:

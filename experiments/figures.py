@@ -459,17 +459,11 @@ def kv_calibration() -> str:
     """)
     rows = []
     for arm in kept["arms"]:
-        saturated = (
-            np.mean(
-                [np.mean(run["series"][f"fp8/sat_frac_{role}"]["values"]) for run in arm["runs"]]
-            )
-            for role in "qkv"
-        )
         figures = found.arms[arm["name"]]
         rows.append(
             [
                 arm["name"],
-                *(f"{part:.1e}" for part in saturated),
+                *(over_steps(arm["runs"], f"fp8/sat_frac_{role}", ".1e") for role in "qkv"),
                 interval(figures.k3, ".1e"),
                 estimate(figures.after, ".3f"),
                 against(figures),
@@ -891,7 +885,12 @@ def smollm2_addition() -> str:
         ends. The weights come from a 4-bit file, so errors of quantization measured with them are not those of a bf16
         checkpoint.
     """)
-    return f"{about}\n\n{learned(found)}"
+    more = prose("""
+        Other recipes, compute dtypes and masters, with a baseline of their own (`experiments/ablations/smollm2_recipes.toml`,
+        which has the command). Masters are the checkpoint's, but where an arm is called dithered. What `jet-rl` is ahead by it
+        owes to weights that begin [on the border of two cells](arrival.md#on-the-border-of-two-cells): without them it is not.
+    """)
+    return f"{about}\n\n{learned(found)}\n\n{more}\n\n{learned(study('smollm2_recipes'))}"
 
 
 ARRIVAL = "arrival/results.json"
@@ -976,7 +975,7 @@ def arrivals() -> dict[str, list[dict[str, Any]]]:
 def cures() -> str:
     """What arrives under each cure, by learning rate and steps."""
     found = record(CURES)
-    draws = found["draws"]
+    draws, borders = found["draws"], found["borders"]
     first = {
         cure: movements["in one direction"]["1e-06"]["1"]["arrived"]
         for cure, movements in found["grids"]["e4m3 from bfloat16"].items()
@@ -992,7 +991,8 @@ def cures() -> str:
         weights into a float32 export where they are of bfloat16, {draws["e4m3"]:.1%} where of e4m3. Of float32 masters of
         a bfloat16 checkpoint, quantized as they are (`e4m3 from bfloat16`), the first sync serves {first["nearest"]:.0f}
         times the update at 1e-6, and {first["dithered"]:.1f} times where they are dithered: what begins [on the border of two
-        cells](arrival.md#on-the-border-of-two-cells) crosses it at once.
+        cells](arrival.md#on-the-border-of-two-cells) crosses it at once, {borders["float32"]:.2%} of these weights with float32
+        scales and {borders["power_of_two"]:.1%} with powers of two.
     """)
     rows = []
     for grid, of_cures in found["grids"].items():
@@ -1220,29 +1220,32 @@ def costs(name: str, arm: str = "fp8-rl", baseline: str = "bf16") -> tuple[str, 
     )
 
 
-def heard() -> tuple[str, str]:
-    """What arrives with dithered masters and without, and the difference in accuracy."""
-    plain, runs = DITHERED.removesuffix("-dithered"), arrivals()
-    outcomes = {name: [run["outcome"] for run in runs[name]] for name in (plain, DITHERED)}
+def heard(plain: str, sync: int, unit: str) -> tuple[str, str]:
+    """What arrives with dithered masters and without, and the difference in accuracy.
+
+    Args:
+        plain: an arm of the arrival study, one of which is called so and dithered.
+        sync: which.
+        unit: what stands behind the first number.
+    """
+    names, runs = (plain, f"{plain}-dithered"), arrivals()
+    outcomes = {name: [run["outcome"] for run in runs[name]] for name in names}
     correct = {
         name: np.array([run["by_problem"]["correct"] for run in runs[name]], float)
         / runs[name][0]["by_problem"]["samples"]
-        for name in outcomes
+        for name in names
     }
     (found,) = compare_arms(outcomes, plain, 0.05, by_problem=correct).values()
-    less, more = (
-        np.mean([run["series"]["sync/arrived"]["values"][-1] for run in runs[name]])
-        for name in outcomes
+    without, with_draws = (
+        np.mean([run["series"]["sync/arrived"]["values"][sync] for run in runs[name]])
+        for name in names
     )
     x = found.difference
     return (
-        f"{less:.2f} of it, and with dithered masters (the default) {more:.2f}; accuracy with less "
-        f"without: {x.mean:+.3f} ({x.low:+.3f} to {x.high:+.3f})",
-        f"{found.difference.n} seeds x {correct[plain].shape[1]} problems",
+        f"{without:.2g} {unit}, and with dithered masters (the default) {with_draws:.2f}; accuracy "
+        f"with less without: {x.mean:+.3f} ({x.low:+.3f} to {x.high:+.3f})",
+        f"{x.n} seeds x {correct[plain].shape[1]} problems",
     )
-
-
-DITHERED = "bf16-bfloat16-dithered"
 
 
 def mismatches() -> tuple[str, str]:
@@ -1359,7 +1362,12 @@ CLAIMS = (
     ),
     Claim(
         "How much of its update does the same model hear in bfloat16 compute, the default dtype?",
-        heard,
+        partial(heard, "bf16-bfloat16", -1, "of it"),
+        "What arrives of an update",
+    ),
+    Claim(
+        "And of the first one, where FP8 weights are made of float32 masters (`jet-rl`, float32 compute)?",
+        partial(heard, "jet-rl", 0, "times the update"),
         "What arrives of an update",
     ),
     Claim(

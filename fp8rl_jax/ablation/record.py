@@ -282,8 +282,9 @@ def kept_behaviour(design: Design) -> dict[str, Any] | None:
     return None
 
 
-def _mark(behaviour: Mapping[str, Any] | None) -> str | None:
-    """What a run has of a fingerprint, so that it gets no other."""
+def behaviour_mark(behaviour: Mapping[str, Any] | None) -> str | None:
+    """Give what a run keeps of the fingerprint of its code, so that it gets no other; None without
+    one."""
     text = json.dumps(behaviour, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16] if behaviour else None
 
@@ -291,7 +292,7 @@ def _mark(behaviour: Mapping[str, Any] | None) -> str | None:
 def _fingerprint(design: Design, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The fingerprint of the design's arms, where it is that of every run."""
     behaviour = kept_behaviour(design)
-    if behaviour is None or {run.get("behaviour") for run in runs} != {_mark(behaviour)}:
+    if behaviour is None or {run.get("behaviour") for run in runs} != {behaviour_mark(behaviour)}:
         return {}
     names = {"start", *(arm.name for arm in design.arms)}
     golden = {name: found for name, found in behaviour["golden"].items() if name in names}
@@ -329,7 +330,7 @@ def run_entry(design: Design, arm: Arm, seed: int) -> dict[str, Any]:
         "why": state.why,
         "outcome": state.outcome,
         "commit": made.get("commit"),
-        "behaviour": _mark(kept_behaviour(design)),
+        "behaviour": behaviour_mark(kept_behaviour(design)),
         "devices": made.get("devices", []),
         "series": {name: values for name, values in series.items() if values["steps"]},
         "judged": judged,

@@ -161,8 +161,8 @@ def dither_inside(
     far as they quantize to what it quantizes to.
 
     Of the sixteen numbers that bfloat16 has in a cell of e4m3 one is exactly on its border in some
-    blocks (amax / 448 has to have few bits): about one weight in two hundred, which goes to the
-    even side. An update, however small, takes half of them across, by a whole step each, and all in
+    blocks (amax / 448 has to have few bits): a few weights in a thousand, which go to the even
+    side. An update, however small, takes half of them across, by a whole step each, and all in
     its own direction: the first sync then serves many times the update. What is drawn beyond the
     border is folded back at it, so that on both sides together as much lies at each distance from
     it as if it were not there, and an update arrives as it is.

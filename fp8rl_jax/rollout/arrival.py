@@ -40,6 +40,8 @@ PLACES = 16_384
 """Of each tensor."""
 DEAF = 0.5
 """Part of the update that arrives below which a policy counts as deaf to it."""
+JUMP = 4.0
+"""So many times the update is more than draws of weights in few bits make of it by chance."""
 
 _Places = dict[str, tuple[Int[np.ndarray | Array, "entries places"], ...]]
 Sample = dict[str, Float[np.ndarray, "*axes"]]

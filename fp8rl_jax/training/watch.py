@@ -15,7 +15,7 @@ import numpy as np
 from fp8rl_jax.config.training import TrainerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel import is_main_process
-from fp8rl_jax.rollout.arrival import DEAF
+from fp8rl_jax.rollout.arrival import DEAF, JUMP
 from fp8rl_jax.tasks.scores import Scores
 
 _log = logging.getLogger("fp8rl")
@@ -163,6 +163,7 @@ class Watch:
         self._dtype = compute_dtype
         self._skipped = self._in_a_row = self._failed_in_a_row = 0
         self._warned_constant, self._apart, self._deaf = False, 0, 0
+        self._jumped = False
         self._stability = Stability(supervised)
 
     @property
@@ -261,6 +262,17 @@ class Watch:
                 metrics["sync/noise"],
                 *self._deaf_to(),
                 DEAF,
+            )
+        if arrived > JUMP and not self._jumped:
+            self._jumped = True
+            _log.warning(
+                "step %d: the policy that is served has moved by %.2g times the update since the "
+                "start (sync/arrived): weights of a bfloat16 checkpoint that lie on the border of "
+                "two numbers of the format cross it at once, whatever the learning rate; where "
+                'both sides quantize the float32 masters, model.dither = "auto" takes them off it '
+                "(said once; it is a smaller part with every update)",
+                step,
+                arrived,
             )
         return found
 

@@ -26,6 +26,8 @@ def test_every_cure_but_the_error_carried_over_lets_the_update_arrive(tmp_path, 
     # the draws of a cell of relative width 2^-8 to 2^-7, and of one of 2^-4 to 2^-3
     assert all(2**-10 < record["draws"][x] < 2**-8 for x in ("bfloat16", "e4m3 from bfloat16"))
     assert 2**-6 < record["draws"]["e4m3"] < 2**-4
+    # one of sixteen numbers, but of those near 0
+    assert 0 <= record["borders"]["float32"] < 0.05 < record["borders"]["power_of_two"] < 0.0625
     for grid, of_cures in record["grids"].items():
         found = {name: of["in one direction"]["3e-06"]["4"] for name, of in of_cures.items()}
         assert set(found) == {*cures.CURES} - (set() if grid == "bfloat16" else {"hashed"})

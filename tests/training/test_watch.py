@@ -119,6 +119,15 @@ def test_a_policy_that_does_not_hear_its_updates_is_said_with_cause_and_remedies
     assert "format that they are quantized to" in said and "on both sides" in said
 
 
+def test_a_first_sync_that_serves_many_times_the_update_is_said_once(caplog):
+    watch = watch_of(dtype="float32")
+    for step, arrived in enumerate((math.nan, 3.9, 7.1, 64.0, 1.2)):
+        watch.see(step, metrics() | {"sync/arrived": arrived, "sync/noise": 190.0}, GOOD)
+    (said,) = [line for line in caplog.messages if "sync/arrived" in line]
+    assert said.startswith("step 2: the policy that is served has moved by 7.1 times the update")
+    assert "border of two numbers" in said and 'model.dither = "auto"' in said
+
+
 def overflow(scale: float, part: float = 1.0) -> dict[str, float]:
     """A step in which `part` of the updates found the loss scale too large, and nothing else went
     wrong."""
