@@ -885,12 +885,7 @@ def smollm2_addition() -> str:
         ends. The weights come from a 4-bit file, so errors of quantization measured with them are not those of a bf16
         checkpoint.
     """)
-    more = prose("""
-        Other recipes, compute dtypes and masters, with a baseline of their own (`experiments/ablations/smollm2_recipes.toml`,
-        which has the command). Masters are the checkpoint's, but where an arm is called dithered. What `jet-rl` is ahead by it
-        owes to weights that begin [on the border of two cells](arrival.md#on-the-border-of-two-cells): without them it is not.
-    """)
-    return f"{about}\n\n{learned(found)}\n\n{more}\n\n{learned(study('smollm2_recipes'))}"
+    return f"{about}\n\n{learned(found)}"
 
 
 ARRIVAL = "arrival/results.json"
@@ -906,7 +901,8 @@ def arrival() -> str:
         KV cache), and in FP8 from their bfloat16. `served` is the run's own last evaluation; what arrived, noise and changed
         are of its last sync, and `first` is what arrived at the first one. Mean accuracy (range over seeds); an arm of few
         seeds shows what arrives, and claims nothing of what is learned (`experiments/results/{MORE_ARRIVALS}`, whose command
-        is in `experiments/ablations/smollm2_recipes.toml`).
+        is in `experiments/ablations/smollm2_recipes.toml`). What `jet-rl` is ahead by it owes to weights that begin [on the
+        border of two cells](arrival.md#on-the-border-of-two-cells): with its masters dithered it is not.
     """)
     rows = []
     for arm, of_arm in arrivals().items():
