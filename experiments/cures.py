@@ -22,7 +22,7 @@ Of each: sync/arrived, noise and cosine (rollout.arrival), and what is between t
 step between them did not do, over the step: |(S' - S) - (M' - M)| / |M' - M|, `flicker`. `draws`
 is what a float32 export of dithered masters has in it, over the weights: |M - W| / |W|. `borders`
 is the share of a bfloat16 checkpoint's weights on the border of two cells of e4m3, by the rule of
-scales. A grid that the record has is kept.
+scales. What the record has is kept, with the commit that made it.
 """
 
 from __future__ import annotations
@@ -215,12 +215,14 @@ def run(arguments: Arguments) -> None:
     record: dict[str, Any] = (
         json.loads(path.read_text())
         if path.exists()
-        else {"model": arguments.model, "tensors": TENSORS, "grids": {}, "draws": {}}
+        else {"model": arguments.model, "tensors": TENSORS, "grids": {}, "draws": {}, "made": {}}
     )
-    record["borders"] = {
-        scale: float(np.mean([border(x, scale) for x in weights]))
-        for scale in ("float32", "power_of_two")
-    }
+    if "borders" not in record:
+        record["borders"] = {
+            scale: float(np.mean([border(x, scale) for x in weights]))
+            for scale in ("float32", "power_of_two")
+        }
+        record["made"]["borders"] = facts("experiments.cures")
     for grid in (name for name in GRIDS if name not in record["grids"]):
         record["draws"][grid] = float(np.mean([_draws(GRIDS[grid], x) for x in weights]))
         cures = record["grids"].setdefault(grid, {})
@@ -241,9 +243,8 @@ def run(arguments: Arguments) -> None:
                         for step in STEPS
                     }
             print(grid, cure, file=sys.stderr)
+        record["made"][grid] = facts("experiments.cures")
         write(path, record)
-    record["made"] = facts("experiments.cures")
-    write(path, record)
 
 
 def main(argv: list[str]) -> int:

@@ -1205,6 +1205,8 @@ class Claim:
     found: Callable[[], tuple[str, str]]
     heading: str
     """Of the section that has the record."""
+    command: str = ""
+    """Where another than the section's made it."""
 
 
 def costs(name: str, arm: str = "fp8-rl", baseline: str = "bf16") -> tuple[str, str]:
@@ -1365,6 +1367,9 @@ CLAIMS = (
         "And of the first one, where FP8 weights are made of float32 masters (`jet-rl`, float32 compute)?",
         partial(heard, "jet-rl", 0, "times the update"),
         "What arrives of an update",
+        "python -m experiments.arrival --ablation experiments/ablations/smollm2_recipes.toml "
+        f"--output experiments/results/{MORE_ARRIVALS} "
+        "--record experiments/results/ablations/smollm2_recipes.json",
     ),
     Claim(
         "How far is the trainer from the rollout, bfloat16 compute?",
@@ -1420,7 +1425,8 @@ def readme() -> str:
         section = sections[claim.heading]
         if section.there:
             found, over = claim.found()
-            rows.append([claim.asked, found, over, f"`{section.command.split(' ..., ')[0]}`"])
+            command = claim.command or section.command.split(" ..., ")[0]
+            rows.append([claim.asked, found, over, f"`{command}`"])
     return table(["asked", "found (95 % interval)", "over", "command"], rows) + "\n"
 
 
