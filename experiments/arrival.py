@@ -20,8 +20,10 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +108,29 @@ def _rounded(policy: Policy, dtype: str) -> Policy:
     return jax.tree.map(lambda x: rounded(x, jnp.dtype(dtype)).astype(jnp.float32), policy)
 
 
+def of_one_code(
+    runs: Mapping[str, Mapping[str, Any]],
+    behaviours: Mapping[str, Mapping[str, Any] | None],
+    now: Mapping[str, Any] | None,
+) -> dict[str, dict[str, Any]]:
+    """Give the runs as an ablation's record has them.
+
+    A fingerprint of a design with more arms, or with another last bit, has another mark: where it
+    differs in nothing from the present one, its runs get that one's.
+
+    Args:
+        runs: by name, with the marks of their fingerprints.
+        behaviours: the fingerprints, by mark.
+        now: the present one.
+    """
+    alike = {mark for mark, of in behaviours.items() if of and now and not differences(of, now)}
+    return {
+        name: {key: value for key, value in entry.items() if key != "served"}
+        | ({"behaviour": behaviour_mark(now)} if entry["behaviour"] in alike else {})
+        for name, entry in runs.items()
+    }
+
+
 def run(arguments: Arguments) -> None:
     """Run by run, as long as there is time."""
     began, path = time.monotonic(), Path(arguments.output)
@@ -143,18 +168,7 @@ def run(arguments: Arguments) -> None:
         if all(design.run_name(arm, seed) in record["runs"] for seed in design.seeds)
     ]
     runner.prepare()
-    now = kept_behaviour(design)
-    # of more arms, or with another last bit, a fingerprint has another mark and differs in nothing
-    alike = {
-        mark
-        for mark, of in record.get("behaviours", {}).items()
-        if of and now and not differences(of, now)
-    }
-    known = {
-        name: {key: value for key, value in entry.items() if key != "served"}
-        | ({"behaviour": behaviour_mark(now)} if entry["behaviour"] in alike else {})
-        for name, entry in record["runs"].items()
-    }
+    known = of_one_code(record["runs"], record.get("behaviours", {}), kept_behaviour(design))
     write_json(
         Path(arguments.record),
         make_record(replace(design, arms=tuple(whole)), runner.resolved, known),

@@ -8,7 +8,36 @@ import pytest
 import tomli_w
 from tiny_run import LEARNS, write_run
 
-from experiments.arrival import SERVED, Arguments, main, run
+from experiments.arrival import SERVED, Arguments, main, of_one_code, run
+from fp8rl_jax.ablation.record import behaviour_mark
+
+
+def test_runs_get_the_present_mark_where_the_code_behaved_alike():
+    """An arm more, or a last bit, makes another mark of it; another loss makes other code of it."""
+
+    def behaviour(**losses: float) -> dict:
+        golden = {arm: {"rounding": "fp8", "loss": [loss]} for arm, loss in losses.items()}
+        return {"settings": {"all": {}, "arms": {arm: {} for arm in losses}}, "golden": golden}
+
+    now = behaviour(a=0.5, b=0.6)
+    told = {
+        "fewer-arms": behaviour(a=0.5),
+        "last-bit": behaviour(a=0.500001, b=0.6),
+        "other-code": behaviour(a=0.7, b=0.6),
+        "unknown": None,
+    }
+    runs = {mark: {"seed": 0, "behaviour": mark, "served": {}} for mark in (*told, "lost")}
+    found = of_one_code(runs, told, now)
+    own = behaviour_mark(now)
+    assert {name: run["behaviour"] for name, run in found.items()} == {
+        "fewer-arms": own,
+        "last-bit": own,
+        "other-code": "other-code",
+        "unknown": "unknown",
+        "lost": "lost",
+    }
+    assert all(run.keys() == {"seed", "behaviour"} for run in found.values())
+    assert of_one_code(runs, told, None)["last-bit"]["behaviour"] == "last-bit"
 
 
 @pytest.mark.slow
