@@ -293,14 +293,29 @@ def over_steps(runs: list[dict[str, Any]], metric: str, form: str) -> str:
     return f"{np.mean(values):{form}}" if values else ""
 
 
+def steps_to(level: float, runs: list[dict[str, Any]]) -> str:
+    """After how many steps the mean of the last three rewards is `level`: mean (range over seeds)
+    of the runs that come to it, and how many do."""
+    counts = []
+    for run in runs:
+        means = np.convolve(run["series"]["reward/mean"]["values"], np.ones(3) / 3, "valid")
+        if (there := np.flatnonzero(means >= level)).size:
+            counts.append(float(there[0] + 3))
+    some = f", {len(counts)} of {len(runs)} runs" if len(counts) < len(runs) else ""
+    return f"{seeds(counts, '.1f')}{some}" if counts else "none"
+
+
 def side_by_side(name: str, about: str, counted: dict[str, tuple[str, str]]) -> str:
-    """A table of an ablation's arms: accuracies, mismatch, and means of other metrics.
+    """A table of an ablation's arms: accuracies, mismatch, means of other metrics, and how soon
+    they earn what the baseline does on average.
 
     Args:
         about: what it is of; the numbers of seeds, problems and steps are said behind it.
         counted: by head of the column, a metric and how it is written.
     """
     found, kept = study(name), record(f"ablations/{name}.json")
+    baseline = next(arm["runs"] for arm in kept["arms"] if arm["name"] == kept["baseline"])
+    level = float(over_steps(baseline, "reward/mean", ".2f"))
     judged = any(arm.judged.n for arm in found.arms.values())
     rows = []
     for arm in kept["arms"]:
@@ -313,15 +328,18 @@ def side_by_side(name: str, about: str, counted: dict[str, tuple[str, str]]) -> 
                 against(figures),
                 interval(figures.k3, ".1e"),
                 *(over_steps(arm["runs"], *metric) for metric in counted.values()),
+                steps_to(level, arm["runs"]),
             ]
         )
     heads = [
         *("arm", "accuracy after, as each is served"),
         *(f"judged under `{kept['judge']}`" for _ in range(judged)),
         *(f"difference to `{kept['baseline']}`", K3, *counted),
+        f"steps to a reward of {level:.2f}, over seeds",
     ]
     text = prose(f"""
         {about} {found.steps} steps, {found.seeds} paired seeds, {found.problems} held-out problems; means over steps and seeds.
+        Last, after how many steps three rewards in a row have the baseline's mean over its whole run.
     """)
     return f"{text}\n\n{table(heads, rows)}"
 
