@@ -34,8 +34,11 @@ class Started:
             time.sleep(0.01)
 
     def end(self, seconds: float = 120) -> int:
-        """Wait for the end; gives the exit status."""
-        return self.process.wait(seconds)
+        """Wait for the end; gives the exit status, and fails with what was said where that is a
+        fault of the program itself."""
+        status = self.process.wait(seconds)
+        assert status != 1, self.said
+        return status
 
     @property
     def said(self) -> str:
