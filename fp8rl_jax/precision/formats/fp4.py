@@ -25,7 +25,7 @@ from fp8rl_jax.precision.formats.grids import e2m1_codes, e2m1_numbers, pack, un
 from fp8rl_jax.precision.formats.minifloat import Minifloat
 from pallas_kernels import QTensor
 from pallas_kernels.backend import block_name
-from pallas_kernels.quantize import block_amax, expand_scales
+from pallas_kernels.quantize import block_amax, expand_scales, reciprocal
 from pallas_kernels.rounding import rounded
 
 
@@ -82,7 +82,7 @@ class ClampedFP4(Minifloat):
         scales = jnp.where(jnp.isfinite(block_amax(x, self.block)), q.scales, jnp.nan)
         if not self.compensated:
             return QTensor(q.values, scales, self)
-        outside = (x - inside) / expand_scales(scales, self.block, x.shape[-2:])
+        outside = (x - inside) * expand_scales(reciprocal(scales), self.block, x.shape[-2:])
         values = rounded(self.numbers(q.values) + outside, jnp.bfloat16)
         return QTensor(values, scales, self)
 
