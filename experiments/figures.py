@@ -1236,6 +1236,22 @@ def costs(name: str, arm: str = "fp8-rl", baseline: str = "bf16") -> tuple[str, 
     )
 
 
+def paired(
+    before: list[dict[str, Any]], after: list[dict[str, Any]], alpha: float
+) -> tuple[Interval, int]:
+    """Outcomes of an arm's runs less those of another's, over seeds and problems, at level 1 -
+    alpha; and the number of problems."""
+    runs = {"before": before, "after": after}
+    correct = {
+        name: np.array([run["by_problem"]["correct"] for run in of], float)
+        / of[0]["by_problem"]["samples"]
+        for name, of in runs.items()
+    }
+    outcomes = {name: [run["outcome"] for run in of] for name, of in runs.items()}
+    (found,) = compare_arms(outcomes, "before", alpha, by_problem=correct).values()
+    return found.difference, correct["before"].shape[1]
+
+
 def heard(plain: str, sync: int, unit: str) -> tuple[str, str]:
     """What arrives with dithered masters and without, and the difference in accuracy.
 
@@ -1245,22 +1261,15 @@ def heard(plain: str, sync: int, unit: str) -> tuple[str, str]:
         unit: what stands behind the first number.
     """
     names, runs = (plain, f"{plain}-dithered"), arrivals()
-    outcomes = {name: [run["outcome"] for run in runs[name]] for name in names}
-    correct = {
-        name: np.array([run["by_problem"]["correct"] for run in runs[name]], float)
-        / runs[name][0]["by_problem"]["samples"]
-        for name in names
-    }
-    (found,) = compare_arms(outcomes, plain, 0.05, by_problem=correct).values()
+    x, problems = paired(*(runs[name] for name in names), 0.05)
     without, with_draws = (
         np.mean([run["series"]["sync/arrived"]["values"][sync] for run in runs[name]])
         for name in names
     )
-    x = found.difference
     return (
         f"{without:.2g} {unit}, and with dithered masters (the default) {with_draws:.2f}; accuracy "
         f"with less without: {x.mean:+.3f} ({x.low:+.3f} to {x.high:+.3f})",
-        f"{x.n} seeds x {correct[plain].shape[1]} problems",
+        f"{x.n} seeds x {problems} problems",
     )
 
 
@@ -1314,6 +1323,36 @@ def trained_on_what_is_served() -> tuple[str, str]:
     )
     text = f"k3 {k3}; accuracy of `both` less that of `none`: {against(found.arms['both'])}"
     return text, f"{found.seeds} seeds x {found.problems} problems"
+
+
+def each_less(name: str, arms: Sequence[str]) -> tuple[str, str]:
+    """Accuracy of some arms less that of the baseline."""
+    found, baseline = study(name), record(f"ablations/{name}.json")["baseline"]
+    text = "; ".join(f"`{arm}` {against(found.arms[arm])}" for arm in arms)
+    return (
+        f"accuracy less `{baseline}`'s: {text}",
+        f"{found.seeds} seeds x {found.problems} problems",
+    )
+
+
+BASES = ("bf16", "fp8", "nvfp4", "int4")
+"""Of adapters, in the study of QeRL's noise: an arm each, and one with noise."""
+
+
+def explored() -> tuple[str, str]:
+    """Entropy of the rollout and accuracy with QeRL's noise, less those without, on each base."""
+    runs = {arm["name"]: arm["runs"] for arm in record("ablations/qerl.json")["arms"]}
+    alpha, texts, problems = 0.05 / len(BASES), [], 0  # four questions share one error
+    for base in BASES:
+        pair = runs[base], runs[f"{base}-noise"]
+        x, problems = paired(*pair, alpha)
+        entropies = " to ".join(over_steps(of, "rollout/entropy", ".2f") for of in pair)
+        texts.append(f"`{base}` {entropies} nats, {x.mean:+.3f} ({x.low:+.3f} to {x.high:+.3f})")
+    return (
+        "entropy of the rollout without and with, and accuracy with less without "
+        f"({100 * (1 - alpha):.4g} %): {'; '.join(texts)}",
+        f"{len(runs[BASES[0]])} seeds x {problems} problems",
+    )
 
 
 def apart() -> tuple[str, str]:
@@ -1414,6 +1453,21 @@ CLAIMS = (
         "INT4 weights in the rollout, in the trainer, or in both: what is left of the mismatch?",
         trained_on_what_is_served,
         "INT4 with quantization-aware training",
+    ),
+    Claim(
+        "What do NVFP4 on both sides, and the parts of its form for pretraining, cost in RL?",
+        partial(each_less, "nvfp4_rl", ("nvfp4-rl", "nvfp4", "transform", "stochastic")),
+        "NVFP4 in reinforcement learning",
+    ),
+    Claim(
+        "Does QeRL's noise on a frozen base explore more, and learn more?",
+        explored,
+        "QeRL",
+    ),
+    Claim(
+        "Do Shuffle-R1's pairs learn more from as many samples drawn?",
+        partial(each_less, "shuffle_r1", ("pairs", "shuffled_pairs")),
+        "Shuffle-R1",
     ),
     Claim("How far does FP8 move the gradients?", apart, "Gradients"),
     Claim("How fast is the rollout on a CPU, beside vLLM's?", beside, "Speed of the rollout"),
