@@ -28,6 +28,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
+import shape_checks  # noqa: E402
 
 MAPS = Path("/proc/self/maps")
 OPTIMIZED = (
@@ -58,7 +59,7 @@ IN_PROCESS = ("rollout/test_vllm_in_process.py",)
 # Tracing leaves many small objects that stay; by default the collector walks them over and over.
 gc.set_threshold(50_000, 20, 100)
 
-jaxtyping.install_import_hook(["fp8rl_jax", "pallas_kernels"], "shape_checks.check")
+shape_checks.install(["fp8rl_jax", "pallas_kernels"])
 
 
 def pytest_sessionfinish(session: pytest.Session):
