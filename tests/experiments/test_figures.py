@@ -236,3 +236,15 @@ def test_no_measured_figure_stands_elsewhere_in_the_readme():
     numbers = r"arXiv[ :]*[\d.]+|\(?\d{4}\.\d{5}\)?|Python 3\.\d+|Apache-2\.0"
     prose = re.sub(rf"`[^`]*`|\]\([^)]*\)|^    .*$|{numbers}", "", prose, flags=re.M)
     assert re.findall(r"\d+\.\d+(?:e-?\d+)?|\d+e-\d+", prose) == []
+
+
+def test_steps_to_a_reward_are_of_the_runs_that_come_to_it():
+    """By the mean of three in a row, so that one lucky step is none."""
+
+    def run(*rewards: float) -> dict:
+        return {"series": {"reward/mean": {"values": list(rewards)}}}
+
+    lucky, sooner, later = run(0, 1, 0, 0), run(0, 0.5, 0.5, 0.5), run(0, 0, 0.3, 0.3, 0.9)
+    assert figures.steps_to(0.5, [sooner, later]) == "4.5 (4.0 to 5.0)"
+    assert figures.steps_to(0.5, [lucky, sooner]) == "4.0, 1 of 2 runs"
+    assert figures.steps_to(0.5, [lucky]) == "none"
