@@ -1329,12 +1329,30 @@ def zero() -> tuple[str, str]:
     return found, f"{len(runs)} runs of {min(steps)} to {max(steps)} steps (an identity)"
 
 
-def corrected(name: str) -> tuple[str, str]:
-    """Accuracy with and without a correction, less that of `bf16`."""
+def corrected(name: str, corrections: Sequence[str]) -> tuple[str, str]:
+    """Accuracy without a correction and with some, less that of `bf16`."""
     found = study(name)
-    text = "; ".join(f"`{name}` {against(found.arms[name])}" for name in ("none", "token_tis"))
+    text = "; ".join(f"`{arm}` {against(found.arms[arm])}" for arm in ("none", *corrections))
     dose = f"k3 {found.arms['none'].k3[0]:.2g}; accuracy less `bf16`'s: {text}"
     return dose, f"{found.seeds} seeds x {found.problems} problems"
+
+
+def replayed() -> tuple[str, str]:
+    """Ratios outside of a band under top-p, over the vocabulary and replayed."""
+    rows = {(row["recipe"], row["truncation"]): row for row in record(REPLAY)["rows"]}
+    recipes, truncation = ("bf16", "fp8-rl"), "top_p = 0.8"
+    texts = []
+    for recipe in recipes:
+        row, plain = rows[recipe, truncation], rows[recipe, "none"]
+        before, after, without = (
+            of["outside"] for of in (row["vocabulary"], row["support"], plain["vocabulary"])
+        )
+        texts.append(f"`{recipe}` {before:.0%} to {after:.0%} ({without:.0%} without truncation)")
+    tokens = " and ".join(f"{rows[recipe, truncation]['tokens']:,}" for recipe in recipes)
+    return (
+        f"ratios outside 0.9 to 1.1, {truncation}: {'; '.join(texts)}",
+        f"{tokens} tokens, one rollout each",
+    )
 
 
 def trained_on_what_is_served() -> tuple[str, str]:
@@ -1461,13 +1479,18 @@ CLAIMS = (
     Claim("Can it be made zero?", zero, "Exact mode"),
     Claim(
         "Does a correction help where the rollout is off as FP8's is on SmolLM2?",
-        partial(corrected, "correction"),
+        partial(corrected, "correction", ("token_tis",)),
         "Corrections",
     ),
     Claim(
         "And where it is so far off that learning is lost?",
-        partial(corrected, "high_dose"),
+        partial(corrected, "high_dose", ("token_tis", "kpop", "mipu")),
         "Corrections at a high dose",
+    ),
+    Claim(
+        "Does replaying what top-p left of each token mend the ratios? SmolLM2-135M",
+        replayed,
+        "Truncated sampling",
     ),
     Claim(
         "INT4 weights in the rollout, in the trainer, or in both: what is left of the mismatch?",
@@ -1476,7 +1499,9 @@ CLAIMS = (
     ),
     Claim(
         "What do NVFP4 on both sides, and the parts of its form for pretraining, cost in RL?",
-        partial(each_less, "nvfp4_rl", ("nvfp4-rl", "nvfp4", "transform", "stochastic")),
+        partial(
+            each_less, "nvfp4_rl", ("nvfp4-rl", "nvfp4", "gradients", "transform", "stochastic")
+        ),
         "NVFP4 in reinforcement learning",
     ),
     Claim(
