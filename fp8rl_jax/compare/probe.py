@@ -239,6 +239,13 @@ def at_once(policy: Policy, tokens: Tokens) -> Float[Array, "p t"]:
         policy: in the form of a side; with the rollout's it is the trainer's program in the
             rollout's formats.
     """
+    return with_entropies(policy, tokens)[0]
+
+
+def with_entropies(
+    policy: Policy, tokens: Tokens
+) -> tuple[Float[Array, "p t"], Float[Array, "p t"]]:
+    """Compute what `at_once` does, and the entropies of the distributions, in nats."""
     lengths, masks, width = tokens.prompt_lengths, tokens.masks, tokens.completions.shape[1]
     run = partial(forward, policy)
     prompt = run(tokens.prompts, segment_ids=masks.prompt.astype(jnp.int32))
@@ -248,7 +255,7 @@ def at_once(policy: Policy, tokens: Tokens) -> Float[Array, "p t"]:
     )
     last = jnp.take_along_axis(prompt.hidden, (lengths - 1)[:, None, None], axis=1)
     hidden = jnp.concatenate([last, rest.hidden[:, :-1]], axis=1)
-    return token_logprobs(hidden, policy, tokens.completions)[0]
+    return token_logprobs(hidden, policy, tokens.completions)
 
 
 def one_by_one(policy: Policy, tokens: Tokens) -> Float[Array, "p t"]:

@@ -1,0 +1,116 @@
+"""How much less sure of itself a policy is by the format of its base and by QeRL's noise:
+`python -m experiments.exploration`.
+
+The unquantized policy continues the prompts of experiments/depth.py, once. The same tokens are then
+read by the policy as each base and each sigma serve it (`rollout.noise`, one draw a sync, several
+draws), so that the weights are all that differs. Of each: the entropy of the distribution over the
+next token, less that of the same base without noise (of a base without noise: less that of the
+unquantized one), and k3 between the two. Intervals are over prompts, of means over draws.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.benchmarks.machine import facts
+from experiments.command import run_command
+from experiments.depth import MODEL, model, prompts, short
+from fp8rl_jax.compare.probe import with_entropies
+from fp8rl_jax.compare.tokens import Tokens
+from fp8rl_jax.config.recipe import recipe
+from fp8rl_jax.models.forms import rollout_policy
+from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.rl.metrics import k3
+from fp8rl_jax.rollout.noise import on_norms
+from fp8rl_jax.rollout.sampler import generate
+from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.sync import SyncContext
+from fp8rl_jax.statistics import t_interval
+
+BASES = {"bf16": "", "fp8": "e4m3-128x128", "nvfp4": "nvfp4", "int4": "int4-1x128"}
+"""Formats of a frozen base, as in experiments/ablations/qerl.toml."""
+SIGMAS = (1e-3, 1e-2, 5e-2, 1e-1, 2e-1)
+"""The paper's are 1e-2 to 1e-4, or 5e-2 to 5e-4."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Entropy of SmolLM2-135M by the format of its base and by the noise on its norms."""
+
+    output: str = "experiments/results/exploration.json"
+    """JSON file."""
+    tokens: int = 32
+    """Of a completion."""
+    draws: int = 5
+    """Of the noise, at each sigma."""
+
+
+@partial(jax.jit, static_argnums=2)
+def _noisy(policy: Policy, key: jax.Array, sigma: float) -> Policy:
+    """In the second of three stages, which is the first with noise."""
+    return on_norms(policy, SyncContext(1, key, None, 3), start=sigma, end=sigma, stages=3)
+
+
+def measure(policy: Policy, arguments: Arguments) -> Iterator[dict[str, Any]]:
+    """Give a row of each base and each sigma, 0 first."""
+    given, read = prompts(), jax.jit(with_entropies)
+    serve = jax.jit(rollout_policy, static_argnums=(1, 2, 3, 4))
+    plain, tokens, start = recipe("bf16"), None, None
+    for base, weight in BASES.items():
+        served, _ = serve(
+            policy, recipe(plain, base, **{"rollout.weight": weight} if weight else {}),
+            jnp.dtype("float32"), False, "reference",
+        )  # fmt: skip
+        if tokens is None:
+            sampling = Sampling(max_new_tokens=arguments.tokens)
+            found = generate(served, *given, jax.random.key(0), samples=1, sampling=sampling)
+            tokens = Tokens(given.tokens, given.lengths, found.tokens, found.mask.sum(1))
+        mask = np.asarray(tokens.masks.completion)
+
+        def over_tokens(x, mask=mask):
+            return np.where(mask, np.asarray(x, np.float64), 0.0).sum(1) / mask.sum(1)
+
+        own = read(served, tokens)
+        start = start or own
+        for sigma in (0.0, *SIGMAS):
+            keys = jax.random.split(jax.random.key(1), arguments.draws if sigma else 1)
+            against = own if sigma else start
+            entropies, k3s = [], []
+            for key in keys:
+                of = read(_noisy(served, key, sigma), tokens) if sigma else own
+                entropies.append(over_tokens(of[1]))
+                k3s.append(over_tokens(k3(of[0] - against[0])))
+            less = t_interval(list(np.mean(entropies, 0) - over_tokens(against[1])))
+            yield {
+                "base": base,
+                "sigma": sigma,
+                "entropy": short(np.mean(entropies)),
+                "less": {x: short(getattr(less, x)) for x in ("mean", "low", "high")},
+                "k3": short(np.mean(k3s)),
+                "tokens": int(mask.sum()),
+            }
+
+
+def run(arguments: Arguments) -> None:
+    """Measure and write the record."""
+    rows = []
+    for row in measure(model("smollm2"), arguments):
+        rows.append(row)
+        print(row, flush=True)
+    found = {"model": MODEL, "prompts": len(prompts().tokens), "draws": arguments.draws}
+    made = facts("experiments.exploration") | found | {"rows": rows}
+    Path(arguments.output).write_text(json.dumps(made, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("exploration", Arguments, run, sys.argv[1:]))
