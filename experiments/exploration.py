@@ -39,7 +39,7 @@ from fp8rl_jax.statistics import t_interval
 
 BASES = {"bf16": "", "fp8": "e4m3-128x128", "nvfp4": "nvfp4", "int4": "int4-1x128"}
 """Formats of a frozen base, as in experiments/ablations/qerl.toml."""
-SIGMAS = (1e-3, 1e-2, 5e-2, 1e-1, 2e-1)
+SIGMAS = (1e-3, 1e-2, 5e-2)
 """The paper's are 1e-2 to 1e-4, or 5e-2 to 5e-4."""
 
 
@@ -51,7 +51,7 @@ class Arguments:
     """JSON file."""
     tokens: int = 32
     """Of a completion."""
-    draws: int = 5
+    draws: int = 3
     """Of the noise, at each sigma."""
 
 

@@ -1064,6 +1064,42 @@ def fake_quantization() -> str:
 FAKE = "fake_quantization.json"
 
 
+def qerl() -> str:
+    """QeRL's noise: what is learned with it, and what it does to a larger policy."""
+    arms = {arm["name"]: arm["runs"] for arm in record("ablations/qerl.json")["arms"]}
+    found = [run["series"]["mismatch/k3"]["values"] for run in arms["bf16-noise"]]
+    first = len(found[0]) // 10
+    table_of_runs = side_by_side(
+        "qerl",
+        f"""Adapters and norms beside a frozen base in four formats, with noise on the norms of what is served (5e-2 to 5e-4 in
+        ten stages) and without. The demo with longer words, answers drawn at temperature 1. The dose is small: the norms' weights
+        are about 1 here, and a sigma of 5e-2, the first and largest, makes a k3 of {np.mean([of[first : 2 * first] for of in found]):.1e}.""",
+        REWARD | ENTROPY,
+    )
+    kept = record(EXPLORATION)
+    about = prose(f"""
+        The same sigma is another dose in another model, as z / w counts. SmolLM2-135M reads {kept["rows"][0]["tokens"]:,} tokens that it has
+        sampled without noise ({kept["prompts"]} prompts), with each base and noise on its norms, {kept["draws"]} draws a sigma. Entropy of the
+        distribution over the next token, less that of the same base without noise; of a base without noise, less that of the
+        unquantized one (95 % over prompts). Command: `python -m experiments.exploration`. Record: `experiments/results/{EXPLORATION}`.
+    """)
+    rows = [
+        [
+            f"`{row['base']}`",
+            f"{row['sigma']:g}",
+            f"{row['entropy']:.3f}",
+            interval([row["less"][x] for x in ("mean", "low", "high")], "+.3f"),
+            f"{row['k3']:.1e}",
+        ]
+        for row in kept["rows"]
+    ]
+    heads = ["base", "sigma", "entropy, nats", "less without", "k3 against it"]
+    return f"{table_of_runs}\n\n{about}\n\n{table(heads, rows)}"
+
+
+EXPLORATION = "exploration.json"
+
+
 @dataclass(frozen=True)
 class Section:
     """A section of docs/results.md.
@@ -1108,13 +1144,6 @@ SIDE_BY_SIDE: tuple[tuple[str, str, str, dict[str, tuple[str, str]]], ...] = (
         "nvfp4_rl",
         """NVFP4 on both sides: the form for reinforcement learning (`nvfp4-rl`), that for pretraining (`nvfp4`), and what of
         the latter is taken over one at a time. The demo with longer words, answers drawn at temperature 1.""",
-        REWARD | ENTROPY,
-    ),
-    (
-        "QeRL",
-        "qerl",
-        """Adapters and norms beside a frozen base in four formats, with noise on the norms of what is served (5e-2 to 5e-4 in
-        ten stages) and without. The demo with longer words, answers drawn at temperature 1.""",
         REWARD | ENTROPY,
     ),
     (
@@ -1189,6 +1218,7 @@ SECTIONS = (
         ablation(heading, partial(side_by_side, name, about, counted), name, optional=True)
         for heading, name, about, counted in SIDE_BY_SIDE
     ),
+    ablation("QeRL", qerl, "qerl"),
     ablation("Compute dtypes", compute_dtype, "compute_dtype"),
     ablation("Partial rollouts", partial_rollouts, "partial_rollouts"),
     ablation("KV calibration", kv_calibration, "kv_calibration"),
@@ -1375,23 +1405,30 @@ def each_less(name: str, arms: Sequence[str]) -> tuple[str, str]:
     )
 
 
-BASES = ("bf16", "fp8", "nvfp4", "int4")
-"""Of adapters, in the study of QeRL's noise: an arm each, and one with noise."""
-
-
 def explored() -> tuple[str, str]:
-    """Entropy of the rollout and accuracy with QeRL's noise, less those without, on each base."""
+    """Entropy of the rollout and accuracy with QeRL's noise, less those without, on each base; and
+    what noise does to a larger policy."""
     runs = {arm["name"]: arm["runs"] for arm in record("ablations/qerl.json")["arms"]}
-    alpha, texts, problems = 0.05 / len(BASES), [], 0  # four questions share one error
-    for base in BASES:
+    bases = [name for name in runs if f"{name}-noise" in runs]
+    alpha, texts, problems = (
+        0.05 / len(bases),
+        [],
+        0,
+    )  # each base is a question; they share one error
+    for base in bases:
         pair = runs[base], runs[f"{base}-noise"]
         x, problems = paired(*pair, alpha)
         entropies = " to ".join(over_steps(of, "rollout/entropy", ".2f") for of in pair)
         texts.append(f"`{base}` {entropies} nats, {x.mean:+.3f} ({x.low:+.3f} to {x.high:+.3f})")
+    added = {
+        (row["base"], row["sigma"]): f"{row['less']['mean']:+.2f}"
+        for row in record(EXPLORATION)["rows"]
+    }
     return (
-        "entropy of the rollout without and with, and accuracy with less without "
-        f"({100 * (1 - alpha):.4g} %): {'; '.join(texts)}",
-        f"{len(runs[BASES[0]])} seeds x {problems} problems",
+        "the demo: entropy of the rollout without and with, and accuracy with less without "
+        f"({100 * (1 - alpha):.4g} %): {'; '.join(texts)}. SmolLM2-135M: a sigma of 0.01 adds "
+        f"{added['bf16', 0.01]} nats, NVFP4 alone {added['nvfp4', 0.0]}, INT4 {added['int4', 0.0]}",
+        f"{len(runs[bases[0]])} seeds x {problems} problems",
     )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rollout.tiny import VOCAB, WIDTH, make_policy, make_prompts
 
-from experiments import depth
+from experiments import depth, exploration
 from experiments.gradients import distance, gradient, padded
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
@@ -72,6 +72,28 @@ def test_parts_of_the_mismatch(monkeypatch):
     assert found["fp8-kv"]["formats"] == [0.0, 0.0] and min(found["fp8-kv"]["cache"]) > 1e-8
     assert {of["tokens"] for of in found.values()} == {12}
     assert all(1 / 12 < of["share"] <= 1 for of in found.values())
+
+
+@pytest.mark.slow
+def test_noise_and_a_base_of_few_bits_are_told_apart(monkeypatch):
+    """Noise is compared with its own base, and a base with the unquantized policy."""
+    given = make_prompts(lengths=[4, 9, 7, 5], ids=range(4))
+    monkeypatch.setattr(exploration, "prompts", lambda: given)
+    monkeypatch.setattr(exploration, "BASES", {"bf16": "", "int4": "int4-1x128"})
+    monkeypatch.setattr(exploration, "SIGMAS", (0.02, 0.2))
+    rows = list(exploration.measure(make_policy(), exploration.Arguments(tokens=3, draws=2)))
+    assert [(x["base"], x["sigma"]) for x in rows] == [
+        (base, sigma) for base in ("bf16", "int4") for sigma in (0.0, 0.02, 0.2)
+    ]
+    assert {x["tokens"] for x in rows} == {12}
+    plain, base = rows[0], rows[3]
+    assert plain["less"]["mean"] == plain["k3"] == 0 and base["k3"] > 1e-6
+    for at in (plain, base):
+        little, much = rows[rows.index(at) + 1 : rows.index(at) + 3]
+        assert 1e-7 < little["k3"] < much["k3"] / 10
+        for x in (little, much):
+            assert x["less"]["mean"] == pytest.approx(x["entropy"] - at["entropy"], abs=2e-3)
+    assert base["less"]["mean"] == pytest.approx(base["entropy"] - plain["entropy"], abs=2e-3)
 
 
 def test_a_point_in_the_table():
