@@ -63,40 +63,37 @@ def _noisy(policy: Policy, key: jax.Array, sigma: float) -> Policy:
 
 def measure(policy: Policy, arguments: Arguments) -> Iterator[dict[str, Any]]:
     """Give a row of each base and each sigma, 0 first."""
-    given, read = prompts(), jax.jit(with_entropies)
-    serve = jax.jit(rollout_policy, static_argnums=(1, 2, 3, 4))
-    plain, tokens, start = recipe("bf16"), None, None
+    given, dtype = prompts(), jnp.dtype("float32")
+    read, serve = jax.jit(with_entropies), jax.jit(rollout_policy, static_argnums=(1, 2, 3))
+
+    def served_as(weight: str) -> Policy:
+        formats = {"rollout.weight": weight} if weight else {}
+        return serve(policy, recipe("bf16", "base", **formats), dtype, False)[0]
+
+    sampling = Sampling(max_new_tokens=arguments.tokens)
+    unquantized = served_as("")
+    sampled = generate(unquantized, *given, jax.random.key(0), samples=1, sampling=sampling)
+    tokens = Tokens(given.tokens, given.lengths, sampled.tokens, sampled.mask.sum(1))
+    start, mask = read(unquantized, tokens), np.asarray(tokens.masks.completion)
+
+    def by_prompt(x):
+        return np.where(mask, np.asarray(x, np.float64), 0.0).sum(1) / mask.sum(1)
+
     for base, weight in BASES.items():
-        served, _ = serve(
-            policy, recipe(plain, base, **{"rollout.weight": weight} if weight else {}),
-            jnp.dtype("float32"), False, "reference",
-        )  # fmt: skip
-        if tokens is None:
-            sampling = Sampling(max_new_tokens=arguments.tokens)
-            found = generate(served, *given, jax.random.key(0), samples=1, sampling=sampling)
-            tokens = Tokens(given.tokens, given.lengths, found.tokens, found.mask.sum(1))
-        mask = np.asarray(tokens.masks.completion)
-
-        def over_tokens(x, mask=mask):
-            return np.where(mask, np.asarray(x, np.float64), 0.0).sum(1) / mask.sum(1)
-
+        served = served_as(weight)
         own = read(served, tokens)
-        start = start or own
         for sigma in (0.0, *SIGMAS):
-            keys = jax.random.split(jax.random.key(1), arguments.draws if sigma else 1)
-            against = own if sigma else start
-            entropies, k3s = [], []
-            for key in keys:
-                of = read(_noisy(served, key, sigma), tokens) if sigma else own
-                entropies.append(over_tokens(of[1]))
-                k3s.append(over_tokens(k3(of[0] - against[0])))
-            less = t_interval(list(np.mean(entropies, 0) - over_tokens(against[1])))
+            against, found = (own, []) if sigma else (start, [own])
+            for key in jax.random.split(jax.random.key(1), arguments.draws) if sigma else ():
+                found.append(read(_noisy(served, key, sigma), tokens))
+            entropy = np.mean([by_prompt(entropies) for _, entropies in found], axis=0)
+            less = t_interval(list(entropy - by_prompt(against[1])))
             yield {
                 "base": base,
                 "sigma": sigma,
-                "entropy": short(np.mean(entropies)),
+                "entropy": short(entropy.mean()),
                 "less": {x: short(getattr(less, x)) for x in ("mean", "low", "high")},
-                "k3": short(np.mean(k3s)),
+                "k3": short(np.mean([by_prompt(k3(of - against[0])) for of, _ in found])),
                 "tokens": int(mask.sum()),
             }
 
