@@ -1325,6 +1325,18 @@ def heard(plain: str, sync: int, unit: str) -> tuple[str, str]:
     )
 
 
+def from_fp8() -> tuple[str, str]:
+    """What arrives and what is learned from a checkpoint in FP8, rounded to nearest and dithered."""
+    runs = {arm["name"]: arm["runs"] for arm in record("ablations/smollm2_fp8_start.json")["arms"]}
+    arrived = {name: over_steps(of, "sync/arrived", ".2f") for name, of in runs.items()}
+    found, over = costs("smollm2_fp8_start", "nearest", "dithered")
+    return (
+        f"{arrived['nearest']} of it, and with dithered masters (the default) {arrived['dithered']}; "
+        f"accuracy, {found}",
+        over,
+    )
+
+
 def mismatches() -> tuple[str, str]:
     """k3 of three recipes."""
     found = study("recipes")
@@ -1502,6 +1514,11 @@ CLAIMS = (
         partial(heard, "jet-rl", 0, "times the update"),
         "What arrives of an update",
         RECIPES_COMMAND,
+    ),
+    Claim(
+        "And how much of it from a checkpoint in block FP8, rounded to nearest (`jet-rl`, float32 compute)?",
+        from_fp8,
+        "And from a checkpoint in FP8?",
     ),
     Claim(
         "How far is the trainer from the rollout, bfloat16 compute?",
