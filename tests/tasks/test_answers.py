@@ -108,6 +108,7 @@ def test_what_workers_say_is_read():
         b"[[1.0, 1.0], null]",
         b"[[1.0], 0]",
         b'[null, ""]',
+        b'[null, " "]',
         b"[null, null]",
         b'{"0": [1.0], "1": null}',
         b"[" * 10**6,
@@ -115,7 +116,7 @@ def test_what_workers_say_is_read():
         json.dumps([TURN, None]).encode(),
         "[[1.0], null]".encode("utf-16"),
     ],
-    ids=range(18),
+    ids=range(19),
 )
 def test_what_is_no_answer_is_refused(line):
     with pytest.raises(AnswerFault):

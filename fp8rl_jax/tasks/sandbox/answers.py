@@ -42,7 +42,7 @@ def read_start(line: bytes) -> Start:
         AnswerFault: it is none.
     """
     match _json(line):
-        case {"failed": str(text), **rest} if text and not rest:
+        case {"failed": str(text), **rest} if text.strip() and not rest:
             return Start(failed=_printable(text))
         case {"ready": True, "batches": bool(batches), "warning": str(warning), **rest} if not rest:
             return Start(batches=batches, warning=_printable(warning))
@@ -64,7 +64,7 @@ def read_answer(line: bytes, scores: int | None) -> tuple[Any, str | None] | str
     match _json(line):
         case "batch":
             return BATCH
-        case [None, str(error)] if error:
+        case [None, str(error)] if error.strip():
             return None, _printable(error)
         case [list(result), None] if scores == len(result) and all(map(_is_score, result)):
             return [float(score) for score in result], None
