@@ -54,6 +54,11 @@ class Arguments:
     draws: int = 3
     """Of the noise, at each sigma."""
 
+    def problems(self) -> list[str]:
+        """Every value that cannot work, one line each; empty where all is well."""
+        given = {"--tokens": self.tokens, "--draws": self.draws}
+        return [f"{name}: {value} must be at least 1" for name, value in given.items() if value < 1]
+
 
 @partial(jax.jit, static_argnums=2)
 def _noisy(policy: Policy, key: jax.Array, sigma: float) -> Policy:
