@@ -10,7 +10,6 @@ unquantized one), and k3 between the two. Intervals are over prompts, of means o
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.benchmarks.machine import facts
+from experiments.benchmarks.record import write
 from experiments.command import run_command
 from experiments.depth import MODEL, model, prompts, short
 from fp8rl_jax.compare.probe import with_entropies
@@ -110,8 +110,7 @@ def run(arguments: Arguments) -> None:
         rows.append(row)
         print(row, flush=True)
     found = {"model": MODEL, "prompts": len(prompts().tokens), "draws": arguments.draws}
-    made = facts("experiments.exploration") | found | {"rows": rows}
-    Path(arguments.output).write_text(json.dumps(made, indent=1) + "\n")
+    write(Path(arguments.output), facts("experiments.exploration") | found | {"rows": rows})
 
 
 if __name__ == "__main__":

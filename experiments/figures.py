@@ -1439,7 +1439,7 @@ def explored() -> tuple[str, str]:
     return (
         "the demo: entropy of the rollout without and with, and accuracy with less without "
         f"({100 * (1 - alpha):.4g} %): {'; '.join(texts)}. SmolLM2-135M: a sigma of 0.01 adds "
-        f"{added['bf16', 0.01]} nats, NVFP4 alone {added['nvfp4', 0.0]}, INT4 {added['int4', 0.0]}",
+        f"{added['bf16', 0.01]} nats unquantized, NVFP4 alone {added['nvfp4', 0.0]}, INT4 {added['int4', 0.0]}",
         f"{len(runs[bases[0]])} seeds x {problems} problems",
     )
 
