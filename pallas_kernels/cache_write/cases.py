@@ -127,8 +127,10 @@ SMALL = (
     case("pages", 40, (6, 2, 8, 128)),
     case("prefill", 100, (3, 4, 48, 64), 4),
     case("bfloat16", 9, (4, 2, 8, 96), 2, BF16),
+    case("bfloat16-head-dim-128", 9, (4, 2, 8, 128), 4, BF16),
     case("head-dim-96", 20, (4, 2, 8, 96), 2, query_scale=True),
     case("one-token", 1, (1, 1, 1, 64), 1),
+    case("units-of-16", 12, (4, 1, 16, 64), 2),
     case("scales-by-head", 12, (5, 2, 16, 64), 8, query_scale=True, by_head=True),
     case("scales-by-head-of-pages", 100, (6, 3, 24, 128), 6, query_scale=True, by_head=True),
 )

@@ -68,9 +68,13 @@ def _eights(x):
 def _launch(given, places, scales, caches, parts):
     tokens, _, dim = given[0].shape
     heads = sum(part.heads for part in parts)
-    # few tokens: many small units, for latency; many: large ones
-    few = -(-tokens // STRIP) * heads < 2 * mosaic.multiprocessors()
-    strip, unit_heads = (8, 1) if few else (STRIP, math.gcd(2, *(part.heads for part in parts)))
+    # few tokens: the smallest units of which a warpgroup has one at most, for latency; many: large
+    # ones
+    at_once = WARPGROUPS * mosaic.multiprocessors()
+    few = [n for n in (8, 16, 32, STRIP) if -(-tokens // n) * heads <= at_once]
+    strip, unit_heads = (
+        (few[0], 1) if few else (STRIP, math.gcd(2, *(part.heads for part in parts)))
+    )
     strips = -(-tokens // strip)
     units = [strips * part.heads // unit_heads for part in parts]
     out = (
@@ -81,12 +85,10 @@ def _launch(given, places, scales, caches, parts):
 
     def staged_heads(i):
         """Heads that a token has room for. One that goes to its place alone begins at 128 bytes,
-        where TMA may read."""
-        return (
-            unit_heads
-            if i == 2
-            else next(n for n in count(unit_heads) if n * dim * parts[i].dtype.itemsize % 128 == 0)
-        )
+        where TMA may read. Memory of one head a token Mosaic swizzles, and writes the second half
+        of 256 bytes to wrong places (jax 0.11.2)."""
+        size = dim * parts[i].dtype.itemsize
+        return next(n for n in count(max(unit_heads, 2)) if n * size % 128 == 0)
 
     def staging(i):
         return f"{parts[i].dtype.name} of {staged_heads(i)}"  # parts that need the same share it
@@ -141,10 +143,13 @@ def _launch(given, places, scales, caches, parts):
         for h in range(width):
             _convert(part, buffers, h, staged, scales, head + h)
         mosaic.commit_smem()
-        if i == 2:
-            mosaic.copy_smem_to_gmem(staged.at[own], to[i].at[tokens_of, mosaic.ds(head, width)])
+        heads_of, real = mosaic.ds(head, width), jnp.minimum(size, tokens - at)
+        if i < 2:
+            _scatter(staged, to[i], buffers, heads_of, real)
+        elif width == staged_heads(i):
+            mosaic.copy_smem_to_gmem(staged.at[own], to[i].at[tokens_of, heads_of])
         else:
-            _scatter(staged, to[i], buffers, mosaic.ds(head, width), jnp.minimum(size, tokens - at))
+            _in_order(staged, to[i], at, heads_of, real)
 
     def _convert(part, buffers, h, staged, scales, head):
         half, kv_head = dim // 2, lax.div(head, part.heads // parts[0].heads)
@@ -160,6 +165,14 @@ def _launch(given, places, scales, caches, parts):
                     one.astype(jnp.float32) / scales[part.scale, kv_head], part.dtype
                 )
             staged[:, h, side] = one.astype(part.dtype)
+
+    def _in_order(staged, queries, at, heads, size):
+        def token(t, _):
+            mosaic.copy_smem_to_gmem(
+                staged.at[t, mosaic.ds(0, unit_heads)], queries.at[at + t, heads]
+            )
+
+        lax.fori_loop(0, size, token, None)
 
     def _scatter(staged, cache, buffers, heads, size):
         (rows, _, slots, _), heads_of = cache.shape, mosaic.ds(0, unit_heads)

@@ -2,7 +2,8 @@
 pallas_kernels.check.compile`.
 
 It prints a JSON line for each case: the assembler's target and version, spilled bytes, shared
-memory, the tensor core instructions. What it cannot see: races, hangs, speed.
+memory, threads and their registers, the tensor core instructions. What it cannot see: races, hangs,
+speed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from collections import Counter
 from pathlib import Path
 
 import jax
+from jax._src.lib.mlir import ir
 from jax.experimental import topologies
+from jax.experimental.mosaic.gpu import layout_inference
 
 from pallas_kernels import mosaic
 from pallas_kernels.backend import tracing_for
@@ -99,6 +102,35 @@ class CompilerOutput:
         return text
 
 
+class LayoutInference:
+    """Mosaic's inference of layouts, watched for shared memory that it swizzles without being asked
+    to: what is written into a part of such memory can go to wrong places (jax 0.11.2), which the
+    interpreter, that knows no swizzles, does not show."""
+
+    def __init__(self):
+        self.swizzled: set[str] = set()
+        self._infer = layout_inference.infer_layout
+        layout_inference.infer_layout = self._watched  # ty: ignore[invalid-assignment]
+
+    def take(self) -> list[str]:
+        """Types of memory that were seen since the last call."""
+        found, self.swizzled = sorted(self.swizzled), set()
+        return found
+
+    def _watched(self, module, *args, **options):
+        result = self._infer(module, *args, **options)
+        module.operation.walk(self._look)
+        return result
+
+    def _look(self, operation):
+        if operation.name == "mosaic_gpu.slice_smem" and "out_transforms" in operation.attributes:
+            swizzled = "swizzle" in str(operation.attributes["out_transforms"])
+            users = {use.owner.name for use in operation.results[0].uses}
+            if swizzled and "mosaic_gpu.with_transforms" not in users:
+                self.swizzled.add(str(operation.results[0].type).split(", #gpu")[0] + ">")
+        return ir.WalkResult.ADVANCE
+
+
 def sharding_on(target: str) -> jax.sharding.NamedSharding:
     """Place arrays on one GPU that is not here, so that what takes them is compiled for it.
 
@@ -113,7 +145,12 @@ def sharding_on(target: str) -> jax.sharding.NamedSharding:
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
-def compile_case(case: Case, sharding: jax.sharding.Sharding, compiler: CompilerOutput) -> dict:
+def compile_case(
+    case: Case,
+    sharding: jax.sharding.Sharding,
+    compiler: CompilerOutput,
+    inference: LayoutInference,
+) -> dict:
     """Compile all kernels of a case, and report what came of them or what was raised."""
     # disassembled where an instruction is asked for: it takes an eighth of the time
     os.environ["MOSAIC_GPU_DUMP_SASS_CTRL"] = "1" if case.instruction else ""
@@ -127,7 +164,11 @@ def compile_case(case: Case, sharding: jax.sharding.Sharding, compiler: Compiler
             jax.jit(lambda *a: case.run(*a, backend="hopper")).lower(*shapes).compile()
     except Exception as error:  # whatever the compiler objects to is the result
         return {"case": case.name, "raised": f"{type(error).__name__}: {error}"}
-    return {"case": case.name, "kernels": kernels(compiler.take())}
+    return {
+        "case": case.name,
+        "kernels": kernels(compiler.take()),
+        "swizzled": inference.take(),
+    }
 
 
 def kernels(text: str) -> list[dict]:
@@ -147,6 +188,8 @@ def _kernel(text: str, smem: int) -> dict:
         "isa": re.findall(r"^\.version ([\d.]+)", text, re.M)[0],
         "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", text))),
         "smem": smem,
+        "threads": int(re.findall(r"^\.(?:max|req)ntid (\d+)", text, re.M)[0]),
+        "registers": int(re.findall(r"Used (\d+) registers", text)[0]),
         "products": dict(Counter(re.findall(r"\b(?:QGMMA|HGMMA|HMMA)[.\w]*", text))),
         "wgmma": sorted(set(re.findall(r"wgmma\.mma_async[.\w]*", text))),
     }
@@ -161,10 +204,14 @@ def main() -> None:
     mosaic.name_every_kernel()
     for part in ("PTX", "PTXAS", "RESOURCES"):
         os.environ[f"MOSAIC_GPU_DUMP_{part}"] = "1"
-    compiler = CompilerOutput()
+    compiler, inference = CompilerOutput(), LayoutInference()
     sharding = sharding_on(TARGET.read_text())
     for case in cases:
-        print(json.dumps(compile_case(case, sharding, compiler)), file=compiler.output, flush=True)
+        print(
+            json.dumps(compile_case(case, sharding, compiler, inference)),
+            file=compiler.output,
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
