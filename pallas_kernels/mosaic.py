@@ -23,6 +23,7 @@ from pallas_kernels.backend import hopper_sms
 ACC = plgpu.ACC
 SMEM = plgpu.SMEM
 Barrier = plgpu.Barrier
+ClusterBarrier = plgpu.ClusterBarrier
 Layout = plgpu.Layout
 barrier_arrive = plgpu.barrier_arrive
 barrier_wait = plgpu.barrier_wait
@@ -39,6 +40,7 @@ run_scoped = pl.run_scoped
 set_max_registers = plgpu.set_max_registers
 wait_smem_to_gmem = plgpu.wait_smem_to_gmem
 wgmma = plgpu.wgmma
+wgmma_accumulator_load = plgpu.wgmma_accumulator_load
 when = pl.when
 
 
@@ -74,6 +76,7 @@ def name_every_kernel() -> None:
 
 
 SMEM_BYTES = 232_448  # what one block of a Hopper GPU may have
+SMEM_OF_MULTIPROCESSOR = SMEM_BYTES + 1024  # each block takes 1024 bytes more than it asks for
 
 
 def outlined(*static: str) -> Callable[[Callable], Callable]:
@@ -113,23 +116,42 @@ def launch(
     threads: int,
     tiles: int,
     name: str,
+    blocks: int = 1,
+    cluster: int = 1,
+    **options: Any,
 ) -> Callable:
-    """Make a kernel of `threads` warpgroups a block and one block a multiprocessor.
+    """Make a kernel of `threads` warpgroups a block and `blocks` a multiprocessor.
 
     Fewer blocks where there are fewer `tiles`.
 
     The body reads its place from the axes "block" and "wg", and loops over its share of the tiles.
+
+    Args:
+        cluster: so many blocks, which the axis "cluster" tells apart, have one place on the axis
+            "block" and share a tile.
+        options: of Mosaic's compiler.
     """
     return plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=scratch,
-        grid=(min(multiprocessors(), tiles),),
+        grid=(min(multiprocessors() * blocks // cluster, tiles),),
         grid_names=("block",),
+        cluster=(cluster,),
+        cluster_names=("cluster",),
         num_threads=threads,
         thread_name="wg",
         kernel_name=name,
+        compiler_params=plgpu.CompilerParams(**options),
     )
+
+
+def choose(number: Any, branches: list[Callable[[], None]]) -> None:
+    """Run one of the branches."""
+    if len(branches) == 1:
+        return branches[0]()
+    for i, branch in enumerate(branches):
+        when(number == i)(branch)
 
 
 def tiled(shape: tuple[int, ...], dtype: jnp.dtype, like: int = 0) -> Any:
@@ -153,6 +175,17 @@ def _swizzled(shape, dtype, width):
     tiling = plgpu.TilingTransform((8, columns))  # ty: ignore[abstract-class-instantiation]
     swizzling = plgpu.SwizzleTransform(swizzle)  # ty: ignore[abstract-class-instantiation]
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))
+
+
+def in_eights(columns: int) -> Any:
+    """Lay out 8 numbers of a row in a thread, and whole rows of `columns` in a warp.
+
+    A warp that loads or stores them meets no bank of shared memory twice at a time, where it is
+    `tiled` like `columns`, of 8 bits or 16.
+    """
+    rows = 32 * 8 // columns
+    tiles = plgpu.Tiling(((4 * rows, columns), (rows, columns), (8,)))
+    return plgpu.Layout.TILED(tiles, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def whole_swizzles(columns: int, dtype: jnp.dtype) -> int:

@@ -30,6 +30,7 @@ from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import constrain
 from fp8rl_jax.precision import element_dtype
 from fp8rl_jax.rollout.sampling import Sampling, draw
+from pallas_kernels.decode_attention import whole_slots
 from pallas_kernels.matmul import selected_backend
 
 
@@ -247,9 +248,9 @@ def _begin(
     first_logits = jnp.repeat(policy.compute.product(last, policy.head), samples, axis=0)
     starts, keys = jnp.repeat(lengths, samples), row_keys(key, prompt_ids, samples)
     kind = loop_dtype(policy)
-    empty = empty_block(policy.config, rows, width, kind, policy.stacked)
-    held = jax.tree.map(lambda x: x.astype(kind), (prefill.cache.keys, prefill.cache.values))
-    prefix = replace(prefill.cache, keys=held[0], values=held[1])
+    slots = partial(whole_slots, backend=policy.compute.backend)
+    empty = empty_block(policy.config, rows, slots(width), kind, policy.stacked)
+    prefix = _read_often(prefill.cache, kind, slots(s))
     logprobs = routes = sampled_routes = None
     if prompt_logprobs:
         logprobs = _prompt_logprobs(policy, prompts, segments, prefill.hidden, sampling)
@@ -279,6 +280,20 @@ def _begin(
         expert_ids=sampled_routes,
     )
     return fixed, _record(policy, fixed, state, state.t, first_logits, sampling)
+
+
+def _read_often(block: KVBlock, dtype: jnp.dtype, slots: int) -> KVBlock:
+    """A block in the dtype that the decode loop reads, with empty slots behind its own."""
+    extra = slots - block.mask.shape[1]
+
+    def wider(x: Array, axis: int) -> Array:
+        return jnp.pad(x, [(0, extra if i == axis else 0) for i in range(x.ndim)])
+
+    keys, values = jax.tree.map(
+        lambda x: wider(x.astype(dtype), x.ndim - 2), (block.keys, block.values)
+    )
+    positions = None if block.positions is None else wider(block.positions, 1)
+    return KVBlock(keys, values, wider(block.mask, 1), positions)
 
 
 def _proceed(

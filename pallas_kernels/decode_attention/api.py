@@ -111,6 +111,15 @@ def decode_attention(
     return by_heads(hopper.decode_attention, *inputs)
 
 
+def whole_slots(slots: int, backend: Backend = "auto") -> int:
+    """Round up to the slots that a row of a cache should have, which a loop reads at every step.
+
+    A multiple of 8 on Hopper, where any other cache is copied at every call; elsewhere as many as
+    are asked for.
+    """
+    return -(-slots // 8) * 8 if resolve(backend, OPERATION) == "hopper" else slots
+
+
 def by_heads(kernel, query, caches, score, value, window, out_dtype):
     """Run `kernel` with the heads split over the mesh.
 

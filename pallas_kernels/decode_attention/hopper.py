@@ -1,17 +1,23 @@
 """Decode attention on Hopper: a block takes a chunk of a sequence's keys for all queries that read
 it, and the chunks are joined (Flash-Decoding, Dao et al., 2023).
 
-Chunks are `CHUNK` keys from the sequence's first key on, whatever the batch is; a block's two
-consumers take its steps of 64 keys in turns and join what they have. Each chunk leaves its sum of
-weights and weighted values in float32, for weights 2^(score - reference) whose reference is the
-largest score, rounded: an integer, so that going over to another reference rounds nothing. They are
-joined in the order of the chunks. A sequence's output depends on its own keys and their number, and
-on no neighbour, slot or page number.
+Chunks are `CHUNK` keys from the sequence's first key on, whatever the batch is; a block takes their
+steps of 64 keys one after the other. Each chunk leaves its sum of weights and weighted values in
+float32, for weights 2^(score - reference) whose reference is the largest score, rounded: an
+integer, so that going over to another reference rounds nothing. They are joined in the order of the
+chunks. A sequence's output depends on its own keys and their number, and on no neighbour, slot or
+page number.
 
-All queries of a KV head, those of every sequence that shares the keys included, are rows of one
-wgmma: 64 rows, of which a decode step often fills 4 or 8. It is bound by the loads of keys and
-values. The product with few columns (S^T = K Q^T) would waste less, but its maximum over rows
-crosses warps, for which Mosaic has one scratch for all warpgroups of a block.
+All queries of a KV head, those of every sequence that shares the keys included, are multiplied at
+once. A decode step often has 4 or 8 of them and wgmma 64 rows, so keys and numbers of a value are
+its rows, and queries its columns: scores are K Q^T, the output V^T P^T. The largest score of a
+query is then a maximum over warps, for which Mosaic has one scratch a block: one warpgroup
+multiplies, and two blocks share a multiprocessor. Above `FEW` queries two warpgroups of a block
+multiply, each for its part of them, and take turns with the scratch.
+
+No sum of a query depends on how many columns there are: wgmma adds each column's products alike, a
+thread adds the weights of its own keys step by step, and what threads and warps have is added in
+one order.
 
 A prefill is many queries of a row, each with limits of its own. A step that a query does not attend
 to has the reference that it came with and weights of zero: it multiplies by 2^0 and adds zeros, and
@@ -19,7 +25,8 @@ changes no bit.
 
 Keys meet queries in their own format, e4m3 or 16 bits: a head's 128 products at most are one sum in
 the tensor core. Weights are float16 for e4m3 values, which become float16 on the way (exactly),
-else the values' own 16 bits; the sums are float32.
+else the values' own 16 bits; the sums are float32. 2^x of scores is approximate, with an error far
+below that rounding; the factors between references are put together from their bits.
 """
 
 from __future__ import annotations
@@ -36,7 +43,7 @@ from pallas_kernels.decode_attention.reference import first_visible, known_lengt
 
 HEAD_DIMS = (64, 96, 128)
 CHUNK, STEP = 512, 64  # keys of a chunk, and of one product; a page holds a multiple of STEP
-CONSUMERS, ROWS = 2, 64  # warpgroups that multiply, and the queries that they multiply at a time
+FEW, QUERIES = 16, 64  # queries that one warpgroup multiplies, and that two do, at a time
 NO_KEY = -1e30  # the reference where there was no key: finite, so that differences are numbers
 _E4M3, _SIXTEEN_BITS = "float8_e4m3fn", ("bfloat16", "float16")
 
@@ -77,25 +84,25 @@ def attend(query, caches, limits, score_scale, value_scale, out_dtype):
             to, and the first beyond its last; None: no such limit but the row's keys.
         score_scale, value_scale: float32 [] or [kv_heads].
     """
-    kv_heads, heads = caches[0].keys.shape[1], query.shape[1]
+    kv_heads = caches[0].keys.shape[1]
     scale = jnp.asarray(score_scale * math.log2(math.e), jnp.float32)
     scale = jnp.broadcast_to(scale, kv_heads)
-    if jnp.ndim(value_scale):
-        value_scale = jnp.repeat(value_scale, heads // kv_heads)
     joined = None
     for cache, limit in zip(caches, limits, strict=True):
         part = _attend_cache(query, cache, limit, scale)
         joined = part if joined is None else join(joined, part)
     assert joined is not None, "decode_attention has checked that there is a cache"
     _, total, out = joined
-    out = out * (value_scale / jnp.where(total == 0, 1.0, total))[..., None]
+    factor = jnp.reshape(value_scale, (-1, 1)) / jnp.where(total == 0, 1.0, total)
+    out = out * factor[:, :, None]
     # the sign of a zero depends on the chunks that a query does not attend to
-    return jnp.where(out == 0, 0.0, out).astype(out_dtype)
+    out = jnp.where(out == 0, 0.0, out).astype(out_dtype)
+    return out.swapaxes(2, 3).reshape(query.shape)
 
 
 def _attend_cache(query, cache, limits, scale):
-    """What all chunks of a cache leave, joined: float32 [sequences, heads], twice, and [sequences,
-    heads, head_dim]."""
+    """What all chunks of a cache leave, joined: float32 [sequences, kv_heads, group], twice, and
+    [sequences, kv_heads, head_dim, group]."""
     (sequences, heads, dim), (rows,) = query.shape, cache.lengths.shape
     keys, values = (_pad_slots(x) for x in (cache.keys, cache.values))
     kv_heads, (page, per_row) = keys.shape[1], page_of(cache)
@@ -110,7 +117,7 @@ def _attend_cache(query, cache, limits, scale):
         .reshape(rows, kv_heads, -1, dim)
     )
     count = shared * group
-    extra = -count % (8 if count <= ROWS else ROWS)
+    extra = -count % (8 if count <= FEW else 16 if count <= QUERIES else QUERIES)
     queries = jnp.pad(queries, [(0, 0), (0, 0), (0, extra), (0, 0)])
     limits = [None if limit is None else _each_query(limit, group, extra) for limit in limits]
     spans = spans_of(lengths, *limits, count + extra)
@@ -120,8 +127,9 @@ def _attend_cache(query, cache, limits, scale):
     joined = fold(stats, sums, chunks_in(spans, len(sums)))
 
     def by_sequence(x):
-        x = x[:, :, :count].reshape(rows, kv_heads, shared, group, *x.shape[3:]).swapaxes(1, 2)
-        return x.reshape(sequences, heads, *x.shape[4:])
+        x = x[..., :count].reshape(*x.shape[:-1], shared, group)
+        x = jnp.moveaxis(x, -2, 1)
+        return x.reshape(sequences, *x.shape[2:])
 
     return tuple(by_sequence(x) for x in joined)
 
@@ -149,7 +157,7 @@ def spans_of(lengths, first, last, queries: int):
             beyond its last; or None.
         queries: of a row.
     """
-    shape = (len(lengths), -(-queries // ROWS), -1)
+    shape = (len(lengths), -(-queries // QUERIES), -1)
     end, begin = lengths[:, None], jnp.int32(0)
     if last is not None:
         end = jnp.minimum(end, last.reshape(shape).max(2))
@@ -175,10 +183,11 @@ def fold(stats, sums, present):
 
     def step(joined, part):
         stats, sums, present = part
-        present = jnp.repeat(present, sums.shape[2] // present.shape[1], axis=1)[:, None]
+        present = jnp.repeat(present, sums.shape[3] // present.shape[1], axis=1)[:, None]
         top = jnp.where(present, stats[:, :, 0], NO_KEY)
         total = jnp.where(present, stats[:, :, 1], 0.0)
-        return join(joined, (top, total, jnp.where(present[..., None], sums, 0.0))), None
+        sums = jnp.where(present[:, :, None], sums, 0.0)
+        return join(joined, (top, total, sums)), None
 
     nothing = (
         jnp.full_like(stats[0, :, :, 0], NO_KEY),
@@ -197,7 +206,8 @@ def join(one, other):
     top = jnp.maximum(one[0], other[0])
     scales = [_power_of_two(part[0] - top) for part in (one, other)]
     total = one[1] * scales[0] + other[1] * scales[1]
-    return top, total, one[2] * scales[0][..., None] + other[2] * scales[1][..., None]
+    of_values = [scale[..., None, :] for scale in scales]
+    return top, total, one[2] * of_values[0] + other[2] * of_values[1]
 
 
 def _power_of_two(exponent):
@@ -212,7 +222,7 @@ def chunks(query, keys, values, pages, spans, first, last, scale, *, page, slots
 
     Args:
         query: [rows, kv_heads, queries, head_dim], all queries that read a row's keys: a multiple
-            of 8, above 64 of 64.
+            of 8, above `FEW` of 16, above `QUERIES` of `QUERIES`.
         keys, values: [cache rows, kv_heads, slots, head_dim].
         pages: int32 [rows, pages], -1 where there is none.
         spans: of the rows, as `spans_of` has them, within the pages.
@@ -223,7 +233,7 @@ def chunks(query, keys, values, pages, spans, first, last, scale, *, page, slots
 
     Returns:
         References and sums of weights, float32 [chunks, rows, kv_heads, 2, queries]; weighted
-        values, [..., queries, dim].
+        values, [..., head_dim, queries].
     """
     rows, kv_heads, queries, head_dim = query.shape
     sizes = Sizes(rows, kv_heads, queries, head_dim, page, pages.shape[1], slots)
@@ -231,9 +241,11 @@ def chunks(query, keys, values, pages, spans, first, last, scale, *, page, slots
     lead = (sizes.chunks, rows, kv_heads)
     out = (
         jax.ShapeDtypeStruct((*lead, 2, queries), jnp.float32),
-        jax.ShapeDtypeStruct((*lead, queries, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((*lead, head_dim, queries), jnp.float32),
     )
-    memory, stages = memory_of(head_dim, query.dtype, keys.dtype, values.dtype, len(limits))
+    # as many as have the registers: up to 128 for each of 256 threads, 168 for each of 384
+    blocks = 2 if sizes.consumers == 1 else 1
+    memory, stages = memory_of(sizes, query.dtype, keys.dtype, values.dtype, blocks)
 
     def body(query, keys, values, pages, spans, longest, scale, *rest, memory):
         *limits, stats, sums = rest
@@ -241,23 +253,29 @@ def chunks(query, keys, values, pages, spans, first, last, scale, *, page, slots
         tiles = lax.div(longest[0] + CHUNK - 1, CHUNK) * (rows * kv_heads * sizes.parts)
         block = Block(sizes, Memory(*memory), stages, tiles, pages, spans)
 
-        @mosaic.when(wg == CONSUMERS)
+        @mosaic.when(wg == sizes.consumers)
         def _():
-            mosaic.set_max_registers(40, action="decrease")
-            block.produce(query, keys, values, limits)
+            block.produce(query, keys, values)
 
-        @mosaic.when(wg < CONSUMERS)
+        @mosaic.when(wg < sizes.consumers)
         def _():
-            mosaic.set_max_registers(232, action="increase")
-            block.consume(wg, scale, (first is not None, last is not None), stats, sums)
+            consumer = 0 if sizes.consumers == 1 else wg
+            block.consume(
+                consumer, scale, limits, (first is not None, last is not None), stats, sums
+            )
 
     kernel = mosaic.launch(
         body,
         out,
         scratch={"memory": tuple(memory)},
-        threads=CONSUMERS + 1,
+        threads=sizes.consumers + 1,
         tiles=sizes.chunks * rows * kv_heads * sizes.parts,
         name="decode_attention",
+        blocks=blocks,
+        # warps pass shared memory to each other in `consume` alone, which has barriers of its own
+        unsafe_no_auto_barriers=True,
+        approx_math=True,
+        reduction_scratch_bytes=_scratch(sizes.width),
     )
     return kernel(query, keys, values, pages, spans, jnp.max(spans[0])[None], scale, *limits)
 
@@ -279,9 +297,30 @@ class Sizes(NamedTuple):
         return -(-self.page * self.pages // CHUNK)
 
     @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply, each for its part of a tile's queries."""
+        return 1 if self.queries <= FEW else 2
+
+    @property
+    def width(self) -> int:
+        """Queries of a consumer."""
+        return min(self.queries, QUERIES) // self.consumers
+
+    @property
     def parts(self) -> int:
-        """How many tiles of 64 the queries of a row make."""
-        return -(-self.queries // ROWS)
+        """How many tiles the queries of a row make."""
+        return -(-self.queries // QUERIES)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Where the parts of a value begin that a product takes, of 64 numbers. Two of head_dim 96
+        have 32 numbers in common, and equal sums of them."""
+        return (0,) if self.head_dim == 64 else (0, self.head_dim - 64)
+
+    @property
+    def swizzled(self) -> int:
+        """Numbers of a value that stand side by side in shared memory."""
+        return math.gcd(self.head_dim, 64)
 
 
 class Tile(NamedTuple):
@@ -296,76 +335,68 @@ class Tile(NamedTuple):
     steps: Any
     end: Any
 
-    def own(self, consumer) -> tuple[Any, Any]:
-        """The first step of a consumer, and how many it has. A step is the same consumer's wherever
-        the tile begins."""
-        skip = lax.rem(self.begin + consumer, CONSUMERS)
-        return self.begin + skip, lax.div(jnp.maximum(self.steps - skip + 1, 0), CONSUMERS)
-
 
 class Memory(NamedTuple):
-    """Shared memory and barriers: a ring of keys and values a consumer, two slots of queries with
-    their limits, and what consumers write. `full` and `empty` say whose turn a slot is."""
+    """Shared memory and barriers: a ring of keys and values, two slots of queries, and what each
+    consumer writes for the tensor core. `full` and `empty` say whose turn a slot is, `reduce` which
+    consumer's to reduce across its warps: Mosaic has one scratch a block."""
 
     keys: Any
     values: Any
     queries: Any
-    limits: Any
     weights: Any
     float16_values: Any
-    sums: Any
-    stats: Any
     full: Any
     empty: Any
     queries_full: Any
     queries_empty: Any
-    sums_empty: Any
-    sums_full: Any
+    reduce: Any
 
 
-def memory_of(dim: int, query, key, value, limits: int) -> tuple[Memory, int]:
-    """Shared memory of a launch, and the slots of each consumer's ring: what the rest leaves, 6 at
-    most.
+def memory_of(sizes: Sizes, query, key, value, blocks: int) -> tuple[Memory, int]:
+    """Shared memory of a block, and the slots of its ring: what the rest of its share of a
+    multiprocessor's leaves, 6 at most.
 
     Args:
-        dim: head_dim.
         query, key, value: dtypes.
-        limits: how many each query has.
+        blocks: of a multiprocessor.
     """
+    dim, width, swizzled = sizes.head_dim, sizes.width, sizes.swizzled
+    consumers = sizes.consumers
     weight = jnp.float16 if jnp.dtype(value).itemsize == 1 else value
-    shapes = {
-        "queries": ((2, ROWS, dim), query),
-        "weights": ((CONSUMERS, STEP, STEP), weight, dim),
-        "float16_values": ((CONSUMERS, STEP, dim), weight) if weight != value else None,
-        "sums": ((ROWS, dim), jnp.float32),
-    }
-    fixed = sum(_bytes(*shape) for shape in shapes.values() if shape)
-    stages = min(
-        6,
-        (mosaic.SMEM_BYTES - 6144 - fixed)
-        // (CONSUMERS * (_bytes((STEP, dim), key) + _bytes((STEP, dim), value))),
-    )
-    slots = CONSUMERS * stages
-    tiles = {name: mosaic.tiled(*shape) if shape else None for name, shape in shapes.items()}
+    queries, weights = (2, consumers, width, dim), (consumers, width, STEP)
+    float16_values = (consumers, STEP, dim)
+    fixed = _bytes(queries, query) + _bytes(weights, weight) + _scratch(width)
+    fixed += _bytes(float16_values, weight) if weight != value else 0
+    share = mosaic.SMEM_OF_MULTIPROCESSOR // blocks - 1024
+    step = _bytes((STEP, dim), key) + _bytes((STEP, dim), value)
+    stages = min(6, (min(share, mosaic.SMEM_BYTES) - 2048 - fixed) // step)
     return (
         Memory(
-            keys=mosaic.tiled((slots, STEP, dim), key),
-            values=mosaic.tiled((slots, STEP, dim), value),
-            limits=tuple(mosaic.SMEM((2, ROWS), jnp.int32) for _ in range(limits)),
-            stats=mosaic.SMEM((2, ROWS), jnp.float32),
-            full=mosaic.Barrier(num_arrivals=2, num_barriers=slots),
-            empty=mosaic.Barrier(num_barriers=slots),
-            queries_full=mosaic.Barrier(num_arrivals=1 + limits, num_barriers=2),
-            queries_empty=mosaic.Barrier(num_arrivals=CONSUMERS, num_barriers=2),
-            sums_empty=mosaic.Barrier(),
-            sums_full=mosaic.Barrier(),
-            **tiles,
+            keys=mosaic.tiled((stages, STEP, dim), key),
+            values=mosaic.tiled((stages, STEP, dim), value, swizzled),
+            queries=mosaic.tiled(queries, query),
+            weights=mosaic.tiled(weights, weight, swizzled),
+            float16_values=mosaic.tiled(float16_values, weight, swizzled)
+            if weight != value
+            else None,
+            full=mosaic.Barrier(num_arrivals=2, num_barriers=stages),
+            empty=mosaic.Barrier(num_arrivals=consumers, num_barriers=stages),
+            queries_full=mosaic.Barrier(num_arrivals=consumers, num_barriers=2),
+            queries_empty=mosaic.Barrier(num_arrivals=consumers, num_barriers=2),
+            reduce=mosaic.Barrier(num_barriers=2) if consumers == 2 else None,
         ),
         stages,
     )
 
 
-def _bytes(shape, dtype, _like=0):
+def _scratch(width: int) -> int:
+    """Bytes for a reduction over keys: what all warps hold of 16 columns at a time, with which a
+    thread's registers suffice."""
+    return 128 * min(width, 16)
+
+
+def _bytes(shape, dtype):
     return math.prod(shape) * jnp.dtype(dtype).itemsize
 
 
@@ -373,7 +404,7 @@ class Block(NamedTuple):
     """What the warpgroups of a block have in common.
 
     Attributes:
-        stages: slots of each consumer's ring.
+        stages: slots of the ring.
         tiles: how many there are, which may be fewer than were launched for.
         pages, spans: in global memory, as `chunks` takes them.
     """
@@ -385,13 +416,18 @@ class Block(NamedTuple):
     pages: Any
     spans: Any
 
-    def over_tiles(self, one, init):
-        """Fold `one` over this block's share of the tiles."""
+    def over_tiles(self, one):
+        """Run `one` for this block's share of the tiles, with the steps before each, and how many
+        tiles with steps; return both for all."""
         block, blocks = lax.axis_index("block"), lax.axis_size("block")
         own = lax.div(jnp.maximum(self.tiles - block + blocks - 1, 0), blocks)
-        return lax.fori_loop(
-            0, own, lambda i, carry: one(self.tile(block + i * blocks), carry), init
-        )
+
+        def next_tile(i, counts):
+            tile, (steps, turn) = self.tile(block + i * blocks), counts
+            mosaic.when(tile.steps > 0)(lambda: one(tile, steps, turn))
+            return steps + tile.steps, turn + jnp.where(tile.steps > 0, 1, 0)
+
+        return lax.fori_loop(0, own, next_tile, (jnp.int32(0), jnp.int32(0)))
 
     def tile(self, number) -> Tile:
         sizes, spans = self.sizes, self.spans
@@ -402,6 +438,11 @@ class Block(NamedTuple):
         begin = jnp.maximum(chunk * per_chunk, spans[1, row, part])
         until = jnp.minimum((chunk + 1) * per_chunk, lax.div(end + STEP - 1, STEP))
         return Tile(chunk, row, head, part, begin, jnp.maximum(until - begin, 0), end)
+
+    def columns(self, tile: Tile, consumer):
+        """A consumer's queries of a row."""
+        width = self.sizes.width
+        return mosaic.ds(mosaic.multiple_of(tile.part * QUERIES + consumer * width, width), width)
 
     def place(self, row, step):
         """A step's page, or -1, and where it stands: (row, slot) of the cache, inside it whatever
@@ -418,118 +459,123 @@ class Block(NamedTuple):
             mosaic.multiple_of(lax.rem(known, per_row) * sizes.page + within, 8),
         )
 
-    def produce(self, query, keys, values, limits):
-        """Load, on a warpgroup of its own: a tile's queries, and keys and values into the ring of
-        the step's consumer."""
-        memory, stages = self.memory, self.stages
-        width = min(self.sizes.queries, ROWS)
+    def produce(self, query, keys, values):
+        """Load, on a warpgroup of its own: a tile's queries, and keys and values into the ring."""
+        memory, stages, sizes = self.memory, self.stages, self.sizes
 
-        def load_queries(tile: Tile, turn):
-            slot, rows = lax.rem(turn, 2), mosaic.ds(tile.part * ROWS, width)
+        def load_tile(tile: Tile, count, turn):
+            slot = lax.rem(turn, 2)
             mosaic.when(turn >= 2)(lambda: mosaic.barrier_wait(memory.queries_empty.at[slot]))
-            here, full = mosaic.ds(0, width), memory.queries_full.at[slot]
-            mosaic.copy_gmem_to_smem(
-                query.at[tile.row, tile.head, rows], memory.queries.at[slot, here], full
-            )
-            for limit, to in zip(limits, memory.limits, strict=True):
-                mosaic.copy_gmem_to_smem(limit.at[tile.row, rows], to.at[slot, here], full)
-
-        def load(tile: Tile, counts):
-            (first, second), turn = counts
-            mosaic.when(tile.steps > 0)(lambda: load_queries(tile, turn))
+            for consumer in range(sizes.consumers):
+                mosaic.copy_gmem_to_smem(
+                    query.at[tile.row, tile.head, self.columns(tile, consumer)],
+                    memory.queries.at[slot, consumer],
+                    memory.queries_full.at[slot],
+                )
 
             def load_step(i, _):
-                step = tile.begin + i
-                consumer = lax.rem(step, CONSUMERS)
-                count = jnp.where(consumer == 0, first, second) + lax.div(
-                    step - tile.own(consumer)[0], CONSUMERS
-                )
-                slot = consumer * stages + lax.rem(count, stages)
-                _, row, at_slot = self.place(tile.row, step)
-                mosaic.when(count >= stages)(lambda: mosaic.barrier_wait(memory.empty.at[slot]))
-                for source, to in ((keys, memory.keys), (values, memory.values)):
-                    here = source.at[row, tile.head, mosaic.ds(at_slot, STEP)]
-                    mosaic.copy_gmem_to_smem(here, to.at[slot], memory.full.at[slot])
+                slot = lax.rem(count + i, stages)
+                _, row, at_slot = self.place(tile.row, tile.begin + i)
+                mosaic.when(count + i >= stages)(lambda: mosaic.barrier_wait(memory.empty.at[slot]))
+                here, full = (row, tile.head, mosaic.ds(at_slot, STEP)), memory.full.at[slot]
+                mosaic.copy_gmem_to_smem(keys.at[here], memory.keys.at[slot], full)
+                mosaic.copy_gmem_to_smem(values.at[here], memory.values.at[slot], full)
 
             lax.fori_loop(0, tile.steps, load_step, None)
-            loaded = first + tile.own(0)[1], second + tile.own(1)[1]
-            return loaded, turn + jnp.where(tile.steps > 0, 1, 0)
 
-        zero = jnp.int32(0)
-        loaded, turn = self.over_tiles(load, ((zero, zero), zero))
+        steps, turns = self.over_tiles(load_tile)
         # every slot that was used is still to be handed back
-        for slot in range(2):
-            mosaic.when(slot < turn)(
-                lambda slot=slot: mosaic.barrier_wait(memory.queries_empty.at[slot])
-            )
-        for i, count in enumerate(loaded):
-            for slot in range(stages):
-                mosaic.when(slot < count)(
-                    lambda slot=i * stages + slot: mosaic.barrier_wait(memory.empty.at[slot])
+        for handed, slots, used in (
+            (memory.queries_empty, 2, turns),
+            (memory.empty, stages, steps),
+        ):
+            for slot in range(slots):
+                mosaic.when(slot < used)(
+                    lambda handed=handed, slot=slot: mosaic.barrier_wait(handed.at[slot])
                 )
 
-    def consume(self, wg, scale, bounded, stats, sums):
-        """Multiply, on each of two warpgroups: its steps of a tile, which are then joined and
-        written."""
-        memory, stages = self.memory, self.stages
+    def consume(self, wg, scale, limits, bounded, stats, sums):
+        """Multiply, on each of the consumers: all steps of a tile, whose sums are then written."""
+        memory, stages, sizes = self.memory, self.stages, self.sizes
         bounded_below, bounded_above = bounded
-        by_row, shape = mosaic.Layout.WGMMA.reduce(1), (ROWS, STEP)
+        by_query, shape = mosaic.Layout.WGMMA.reduce(0), (STEP, sizes.width)
+
+        def over_keys(reduce, x):
+            if memory.reduce is None:
+                return reduce(x, axis=0)
+            mosaic.barrier_wait(memory.reduce.at[wg])
+            reduced = reduce(x, axis=0)
+            mosaic.barrier_arrive(memory.reduce.at[1 - wg])
+            return reduced
 
         def attend(tile: Tile, count, turn):
-            slot_of_queries, (start, steps) = lax.rem(turn, 2), tile.own(wg)
-            score_scale = scale[tile.head]
+            slot_of_queries = lax.rem(turn, 2)
+            score_scale, columns = scale[tile.head], self.columns(tile, wg)
             mosaic.barrier_wait(memory.queries_full.at[slot_of_queries])
-            limits = [
-                mosaic.load(limit.at[slot_of_queries], layout=by_row, optimized=False)
-                for limit in memory.limits
-            ]
-            limits = [lax.broadcast_in_dim(limit, shape, [0]) for limit in limits]
 
             def attend_step(i, carry):
                 top, total, out = carry
-                step, slot = start + i * CONSUMERS, wg * stages + lax.rem(count + i, stages)
+                step, slot = tile.begin + i, lax.rem(count + i, stages)
                 page, _, at_slot = self.place(tile.row, step)
                 keys = jnp.where(
-                    page < 0, 0, jnp.minimum(tile.end - step * STEP, self.sizes.slots - at_slot)
+                    page < 0, 0, jnp.minimum(tile.end - step * STEP, sizes.slots - at_slot)
                 )
                 mosaic.barrier_wait(memory.full.at[slot])
-                values = memory.values.at[slot]
-                if memory.float16_values is not None:
-                    e4m3 = mosaic.load(
-                        values, layout=mosaic.Layout.WGMMA_UPCAST_4X, optimized=False
-                    )
-                    values = memory.float16_values.at[wg]
-                    values[...] = e4m3.astype(jnp.float32).astype(values.dtype)
-                scores = (
-                    _product(
-                        memory.queries.at[slot_of_queries],
-                        memory.keys.at[slot].transpose((1, 0)),
-                        shape,
-                    )
-                    * score_scale
-                )
-                key = mosaic.broadcasted_iota(jnp.int32, shape, 1, layout=mosaic.Layout.WGMMA)
+
+                def multiply(acc):
+                    queries = memory.queries.at[slot_of_queries, wg]
+                    mosaic.wgmma(acc, memory.keys.at[slot], queries.transpose((1, 0)))
+                    return acc[...] * score_scale
+
+                scores = mosaic.run_scoped(multiply, mosaic.ACC(shape, jnp.float32))
+                bounds = [
+                    mosaic.load(limit.at[tile.row, columns], layout=by_query, optimized=False)
+                    for limit in limits
+                ]
+                bounds = [lax.broadcast_in_dim(bound, shape, [1]) for bound in bounds]
+                key = mosaic.broadcasted_iota(jnp.int32, shape, 0, layout=mosaic.Layout.WGMMA)
                 visible = key < keys
                 if bounded_below:
-                    visible = visible & (key + step * STEP >= limits[0])
+                    visible = visible & (key + step * STEP >= bounds[0])
                 if bounded_above:
-                    visible = visible & (key + step * STEP < limits[-1])
+                    visible = visible & (key + step * STEP < bounds[-1])
                 scores = jnp.where(visible, scores, -jnp.inf)
                 higher = jnp.maximum(
-                    top, lax.round(scores.max(axis=1), lax.RoundingMethod.TO_NEAREST_EVEN)
+                    top,
+                    lax.round(over_keys(jnp.max, scores), lax.RoundingMethod.TO_NEAREST_EVEN),
                 )
-                weights = jnp.exp2(scores - lax.broadcast_in_dim(higher, shape, [0]))
-                rescale = jnp.exp2(top - higher)
+                weights = jnp.exp2(scores - lax.broadcast_in_dim(higher, shape, [1]))
+                rescale = _power_of_two(top - higher)
                 weights = weights.astype(memory.weights.dtype)
-                memory.weights[wg] = weights
-                # the weights that are summed are those that multiply values, rounded: the error of
-                # a large one cancels
-                total = total * rescale + weights.astype(jnp.float32).sum(axis=1)
+                # What the tensor core reads is written behind the reduction's barriers: each warp
+                # came to them with its product of the step before
+                values = memory.values.at[slot]
+                if memory.float16_values is not None:
+                    e4m3 = mosaic.load(values, layout=mosaic.in_eights(sizes.swizzled))
+                    values = memory.float16_values.at[wg]
+                    values[...] = e4m3.astype(jnp.float32).astype(values.dtype)
+                memory.weights.at[wg].transpose((1, 0))[...] = weights
                 mosaic.commit_smem()
                 if memory.float16_values is not None:
                     mosaic.barrier_arrive(memory.empty.at[slot])
-                out = out * lax.broadcast_in_dim(rescale, out.shape, [0]) + _product(
-                    memory.weights.at[wg], values, out.shape
+                # the weights that are summed are those that multiply values, rounded: the error of
+                # a large one cancels
+                total = total * lax.broadcast_in_dim(rescale, shape, [1]) + weights.astype(
+                    jnp.float32
+                )
+
+                def weigh(*accs):
+                    for acc, column in zip(accs, sizes.columns, strict=True):
+                        part = values.at[:, mosaic.ds(column, 64)]
+                        mosaic.wgmma(
+                            acc, part.transpose((1, 0)), memory.weights.at[wg].transpose((1, 0))
+                        )
+                    return [acc[...] for acc in accs]
+
+                accs = [mosaic.ACC((64, sizes.width), jnp.float32) for _ in out]
+                out = tuple(
+                    part * lax.broadcast_in_dim(rescale, part.shape, [1]) + product
+                    for part, product in zip(out, mosaic.run_scoped(weigh, *accs), strict=True)
                 )
                 if memory.float16_values is None:
                     mosaic.barrier_arrive(memory.empty.at[slot])
@@ -539,61 +585,19 @@ class Block(NamedTuple):
                 return mosaic.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
             nothing = (
-                filled(NO_KEY, ROWS, by_row),
-                filled(0.0, ROWS, by_row),
-                filled(0.0, (ROWS, self.sizes.head_dim), mosaic.Layout.WGMMA),
+                filled(NO_KEY, sizes.width, by_query),
+                filled(0.0, shape, mosaic.Layout.WGMMA),
+                tuple(filled(0.0, (64, sizes.width), mosaic.Layout.WGMMA) for _ in sizes.columns),
             )
-            part = lax.fori_loop(0, steps, attend_step, nothing)
-            if limits:
-                mosaic.commit_smem()  # the next load of the slot is another proxy's write
+            top, total, out = lax.fori_loop(0, tile.steps, attend_step, nothing)
             mosaic.barrier_arrive(memory.queries_empty.at[slot_of_queries])
-            self.join_consumers(tile, wg, part, stats, sums)
-
-        def tile(tile: Tile, counts):
-            count, turn = counts
-            mosaic.when(tile.steps > 0)(lambda: attend(tile, count, turn))
-            return count + tile.own(wg)[1], turn + jnp.where(tile.steps > 0, 1, 0)
-
-        self.over_tiles(tile, (jnp.int32(0), jnp.int32(0)))
-        mosaic.wait_smem_to_gmem(0)
-
-    def join_consumers(self, tile: Tile, wg, part, stats, sums):
-        """The second consumer hands over what it has, the first joins it to its own and writes
-        both."""
-        memory, (top, total, out) = self.memory, part
-
-        @mosaic.when(wg == 1)
-        def _():
-            mosaic.barrier_wait(memory.sums_empty)
-            memory.stats[0], memory.stats[1], memory.sums[...] = top, total, out
-            mosaic.commit_smem()
-            mosaic.barrier_arrive(memory.sums_full)
-
-        @mosaic.when(wg == 0)
-        def _():
-            mosaic.wait_smem_to_gmem(0, wait_read_only=True)
-            mosaic.barrier_arrive(memory.sums_empty)
-            mosaic.barrier_wait(memory.sums_full)
-            by_row, width = mosaic.Layout.WGMMA.reduce(1), min(self.sizes.queries, ROWS)
-            other_top, other_total = (
-                mosaic.load(memory.stats.at[i], layout=by_row, optimized=False) for i in range(2)
-            )
-            higher = jnp.maximum(top, other_top)
-            scales = jnp.exp2(top - higher), jnp.exp2(other_top - higher)
-            columns = [lax.broadcast_in_dim(x, out.shape, [0]) for x in scales]
-            memory.sums[...] = out * columns[0] + memory.sums[...] * columns[1]
-            memory.stats[0], memory.stats[1] = higher, total * scales[0] + other_total * scales[1]
-            mosaic.commit_smem()
-            here, rows = mosaic.ds(0, width), mosaic.ds(tile.part * ROWS, width)
             place = (tile.chunk, tile.row, tile.head)
-            mosaic.copy_smem_to_gmem(memory.sums.at[here], sums.at[*place, rows])
-            for i in range(2):
-                mosaic.copy_smem_to_gmem(memory.stats.at[i, here], stats.at[*place, i, rows])
+            stats[*place, 0, columns], stats[*place, 1, columns] = top, over_keys(jnp.sum, total)
+            for column, part in zip(sizes.columns, out, strict=True):
+                sums[*place, mosaic.ds(column, 64), columns] = part
 
-
-def _product(left, right, shape):
-    def multiply(acc):
-        mosaic.wgmma(acc, left, right)
-        return acc[...]
-
-    return mosaic.run_scoped(multiply, mosaic.ACC(shape, jnp.float32))
+        if memory.reduce is not None:
+            mosaic.when(wg == 1)(lambda: mosaic.barrier_arrive(memory.reduce.at[0]))
+        self.over_tiles(attend)
+        if memory.reduce is not None:
+            mosaic.when(wg == 0)(lambda: mosaic.barrier_wait(memory.reduce.at[0]))

@@ -124,7 +124,7 @@ def test_auto_takes_the_reference_where_hopper_has_no_kernel_and_hopper_by_name_
 def test_the_fold_does_not_depend_on_how_many_chunks_there_could_be():
     rng = np.random.default_rng(0)
     stats = jnp.asarray(np.round(3 * rng.normal(size=(40, 3, 2, 2, 8))), jnp.float32)
-    sums = jnp.asarray(rng.normal(size=(40, 3, 2, 8, 64)), jnp.float32)
+    sums = jnp.asarray(rng.normal(size=(40, 3, 2, 64, 8)), jnp.float32)
     taken = (np.arange(40)[:, None] < np.array([5, 0, 2]))[..., None]
     few, many = (jax.jit(hopper.fold)(stats[:n], sums[:n], taken[:n]) for n in (5, 40))
     for one, other in zip(few, many, strict=True):

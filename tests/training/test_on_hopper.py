@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
+from jax.extend.core import jaxprs_in_params
 from rollout.tiny import CONFIG, make_prompts
 
 from fp8rl_jax.config.recipe import RECIPES
@@ -79,7 +80,7 @@ def kernels(traced) -> Counter:
     return Counter(name for found in names for name in found)
 
 
-def sampled(name: str, config: PolicyConfig) -> Counter:
+def traced_sampler(name: str, config: PolicyConfig, tokens: int = TOKENS):
     recipe = RECIPES[name]
     serve = partial(
         rollout_policy, recipe=recipe, dtype=jnp.dtype("bfloat16"), unroll=False, backend="hopper"
@@ -87,17 +88,29 @@ def sampled(name: str, config: PolicyConfig) -> Counter:
     policy = jax.eval_shape(lambda key: serve(init_policy(config, key))[0], jax.random.key(0))
     if recipe.quantizes_cache:
         policy = with_scales(policy, KVScales(*jnp.ones((3, config.num_layers))))
-    return kernels(
-        generate.trace(
-            policy,
-            PROMPTS.tokens,
-            PROMPTS.lengths,
-            PROMPTS.ids,
-            jax.random.key(0),
-            samples=ROWS // 3,
-            sampling=Sampling(max_new_tokens=TOKENS),
-        )
+    return generate.trace(
+        policy,
+        PROMPTS.tokens,
+        PROMPTS.lengths,
+        PROMPTS.ids,
+        jax.random.key(0),
+        samples=ROWS // 3,
+        sampling=Sampling(max_new_tokens=tokens),
     )
+
+
+def sampled(name: str, config: PolicyConfig) -> Counter:
+    return kernels(traced_sampler(name, config))
+
+
+def equations(jaxpr, within: str = ""):
+    """All equations of a program, those of its inner ones too; or those inside of a primitive."""
+    for equation in jaxpr.eqns:
+        inside = "" if equation.primitive.name == within else within
+        if not within:
+            yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner, inside)
 
 
 def batch_of_ones() -> Batch:
@@ -131,6 +144,19 @@ def test_a_sampler_runs_kernels(name):
     assert set(found) == DECODE | (LINEARS if RECIPES[name].rollout.weight.quantized else set())
     # one call a shape: q, k and v, gate and up share theirs
     assert found["decode_attention"] == 2 and found["write_cache"] == 1
+
+
+def test_a_decode_step_copies_no_cache():
+    """Slots that are no multiple of 8 are filled up before the loop, not at each token."""
+    width = PROMPTS.tokens.shape[1]
+    assert width % 8 and 5 % 8
+    traced = traced_sampler("fp8-rl", DENSE, tokens=5)
+    pads = [
+        e.invars[0].aval.shape
+        for e in equations(traced.jaxpr.jaxpr, "while")
+        if e.primitive.name == "pad"
+    ]
+    assert pads and not [shape for shape in pads if len(shape) == 4 and shape[2] in (5, width)]
 
 
 @pytest.mark.parametrize("name", TRAINED)
