@@ -5,7 +5,8 @@ One warpgroup loads tiles of both operands by TMA into a ring of slots; two mult
 tensor cores add in a short accumulator (about 14 bits, DeepSeek-V3, arXiv 2412.19437, section
 3.3.2), so no sum in it is longer than one block of 128 bytes: each block's product starts from
 zero, is scaled, and is added in float32 registers in the order of the contraction. A tile's bits
-therefore depend on its own rows and columns, and on nothing else that the kernel computes.
+therefore depend on its own rows and columns, and on nothing else that the kernel computes. Blocks
+are multiplied in pairs, so that one is added while the tensor cores have the other.
 
 Both operands are [rows, k] with k contiguous, as FP8 wgmma wants them. What lies behind an edge is
 loaded as zero.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -35,7 +37,7 @@ def block_of(dtype: jnp.dtype) -> int:
 
 class Place(NamedTuple):
     """Where a tile's operands begin: rows of both, rows of their 128-row scales, and its blocks of
-    the contraction."""
+    the contraction; and which of several left operands it has."""
 
     lhs: Any
     rhs: Any
@@ -43,6 +45,7 @@ class Place(NamedTuple):
     rhs_block: Any
     first: Any
     steps: Any
+    array: Any = 0
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,14 @@ class Side:
         rows: of its tile.
         scales: one a row, stored [k blocks, rows]; or one for every 128 rows, stored [row blocks,
             k blocks]; or none.
+        shared: the blocks of a cluster have the same tile, and each loads a part of its values for
+            all of them.
     """
 
     dtype: jnp.dtype
     rows: int
     scales: Literal["row", "block", "none"]
+    shared: bool = False
 
     @property
     def by_row(self) -> bool:
@@ -84,11 +90,17 @@ class Ring(NamedTuple):
 def ring_scratch(lhs: Side, rhs: Side, stages: int) -> Ring:
     """Allocate a ring of `stages` slots."""
     copies = 2 + lhs.by_row + rhs.by_row
+    shared = lhs.shared or rhs.shared
     return Ring(
         lhs.scratch(stages),
         rhs.scratch(stages),
         mosaic.Barrier(num_arrivals=copies, num_barriers=stages),
-        mosaic.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+        # where another block writes into a slot, it has to be free in both
+        mosaic.ClusterBarrier(
+            collective_axes=("cluster",), num_arrivals=CONSUMERS, num_barriers=stages
+        )
+        if shared
+        else mosaic.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
     )
 
 
@@ -104,7 +116,8 @@ def run(
     """Run all tiles of a kernel's body, on the warpgroup that calls it.
 
     Args:
-        lhs, rhs: the sides, and their values and scales in global memory.
+        lhs, rhs: the sides, and their values and scales in global memory; of the left one, tuples
+            of arrays where each tile has one of several.
         ring: what `ring_scratch` allocated.
         tiles: how many.
         stages: slots of the ring.
@@ -114,6 +127,8 @@ def run(
             asks for must be all of the tile's, in order.
     """
     wg, block = lax.axis_index("wg"), block_of(lhs[0].dtype)
+    # registers of a loading and of a multiplying thread: scales of 128 columns take 32 more
+    few, many = (24, 240) if rhs[0].by_row and rhs[0].rows == 128 else (40, 232)
 
     def over_tiles(one):
         def body(info, carry):
@@ -132,9 +147,10 @@ def run(
                 (rhs, ring.rhs, at.rhs),
             ):
                 rows, full = mosaic.ds(row, side.rows), ring.full.at[slot]
-                mosaic.copy_gmem_to_smem(
-                    values.at[rows, mosaic.ds(k * block, block)], to.at[slot], full
-                )
+                sources = values if isinstance(values, tuple) else (values,)
+                part, blocks = mosaic.ds(k * block, block), "cluster" if side.shared else None
+                here = partial(_load_tile, (rows, part), to.at[slot], full, blocks)
+                mosaic.choose(at.array, [partial(here, source) for source in sources])
                 if side.by_row:
                     mosaic.copy_gmem_to_smem(
                         scales.at[k, rows], scales_to.at[slot, mosaic.ds(0, side.rows)], full
@@ -149,11 +165,21 @@ def run(
         shape = (WGMMA_ROWS, right.rows)
         own = mosaic.ds(wg * WGMMA_ROWS, WGMMA_ROWS)
 
-        def step(i, total):
-            slot, k = lax.rem(count + i, stages), first + i
-            scale = left_scales[at.lhs_block, k] if left.scales == "block" else 1.0
-            scale = scale * right_scales[at.rhs_block, k] if right.scales == "block" else scale
-            mosaic.barrier_wait(ring.full.at[slot])
+        def block_scales(i):
+            """What blocks i and i + 1 are multiplied by as a whole: loaded long before."""
+            last = jnp.maximum(steps - 1, 0)
+            scales = []
+            for k in (first + jnp.minimum(i + j, last) for j in range(2)):
+                scale = 1.0
+                if left.scales == "block":
+                    scale = _scale_of(left_scales, at.array, at.lhs_block, k)
+                if right.scales == "block":
+                    scale = scale * right_scales[at.rhs_block, k]
+                scales.append(scale)
+            return tuple(scales)
+
+        def scales_of(slot, scale):
+            """What a slot's product is multiplied by: a number a row, a number a column."""
             rows = columns = None
             if left.by_row:
                 rows = mosaic.load(
@@ -167,20 +193,52 @@ def run(
                 )
                 columns = columns if left.by_row else columns * scale
                 columns = lax.broadcast_in_dim(columns, shape, [1])
+            return rows, columns
 
-            def product(acc):
-                mosaic.wgmma(acc, ring.lhs[0].at[slot, own], ring.rhs[0].at[slot].transpose((1, 0)))
-                return acc[...]
+        def after(slot):
+            return lax.select(slot == stages - 1, 0, slot + 1)
 
-            part = mosaic.run_scoped(product, mosaic.ACC(shape, jnp.float32))
-            part = part if rows is None else part * rows
-            total = total + (part if columns is None else part * columns)
-            mosaic.commit_smem()  # the next load of the slot is another proxy's write
-            mosaic.barrier_arrive(ring.empty.at[slot])
-            return total
+        def add(slots, total, scales):
+            """Add the blocks in these slots to `total`, each while the tensor cores have the next
+            one."""
+            # all before the first product: the assembler waits for a product that is under way
+            # where the zeros that another one begins with are written
+            for slot in slots:
+                mosaic.barrier_wait(ring.full.at[slot])
 
+            def multiply_and_add(*products):
+                for slot, product in zip(slots, products, strict=True):
+                    mosaic.wgmma(
+                        product, ring.lhs[0].at[slot, own], ring.rhs[0].at[slot].transpose((1, 0))
+                    )
+                result = total
+                for j, (slot, product) in enumerate(zip(slots, products, strict=True)):
+                    rows, columns = scales_of(slot, scales[j])
+                    part = mosaic.wgmma_accumulator_load(product, wait_n=len(slots) - 1 - j)
+                    mosaic.commit_smem()  # the next load of the slot is another proxy's write
+                    mosaic.barrier_arrive(ring.empty.at[slot])
+                    part = part if rows is None else part * rows
+                    result = result + (part if columns is None else part * columns)
+                return result
+
+            return mosaic.run_scoped(
+                multiply_and_add, *[mosaic.ACC(shape, jnp.float32)] * len(slots)
+            )
+
+        def pair(number, carry):
+            total, slot, scales = carry
+            following = block_scales(2 * number + 2)
+            total = add((slot, after(slot)), total, scales)
+            return total, after(after(slot)), following
+
+        pairs = lax.div(steps, 2)
         zero = mosaic.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.Layout.WGMMA)
-        return lax.fori_loop(0, steps, step, zero)
+        # carried, because a division by the number of slots takes long where it is no power of two
+        slot = lax.rem(count, stages)
+        total, slot, scales = lax.fori_loop(0, pairs, pair, (zero, slot, block_scales(0)))
+        return lax.fori_loop(
+            2 * pairs, steps, lambda i, total: add((slot,), total, scales[:1]), total
+        )
 
     def multiply(tile, count):
         at = place(tile)
@@ -189,7 +247,7 @@ def run(
 
     @mosaic.when(wg == CONSUMERS)
     def _():
-        mosaic.set_max_registers(40, action="decrease")
+        mosaic.set_max_registers(few, action="decrease")
         count = over_tiles(load)
         # the consumers hand back every slot that was used
         for slot in range(stages):
@@ -197,6 +255,22 @@ def run(
 
     @mosaic.when(wg < CONSUMERS)
     def _():
-        mosaic.set_max_registers(232, action="increase")
+        mosaic.set_max_registers(many, action="increase")
         over_tiles(multiply)
         mosaic.wait_smem_to_gmem(0)
+
+
+def _load_tile(part, to, full, blocks, source):
+    mosaic.copy_gmem_to_smem(source.at[*part], to, full, collective_axes=blocks)
+
+
+def _scale_of(scales, number, block, k):
+    """The scale of a 128-row block in one of several arrays."""
+    if not isinstance(scales, tuple):
+        return scales[block, k]
+    found = 1.0
+    for i, array in enumerate(scales):
+        # a block of another array may be none of this one
+        scale = array[jnp.minimum(block, array.shape[0] - 1), k]
+        found = scale if i == 0 else jnp.where(number == i, scale, found)
+    return found

@@ -39,7 +39,7 @@ from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.latent import LatentAttention
 from fp8rl_jax.models.moe import mixture
 from fp8rl_jax.models.policy import FeedForward, Layer, Policy, Tensor, equal_runs, run_of_layers
-from fp8rl_jax.precision import Compute, as_weight
+from fp8rl_jax.precision import Compute, as_weight, multiply_all
 from pallas_kernels.matmul import flatten_many_rows
 
 
@@ -95,14 +95,17 @@ class TransformerLayer:
         Weights of one kind share a prepared input, which is quantized once and kept once for the
         backward.
         """
-        rows, prepared, out = flatten_many_rows(x), {}, []
-        for weight in (as_weight(w.value) for w in weights):
-            kind = jax.tree.structure(weight)
-            if kind not in prepared:
-                prepared[kind] = self.prepare(rows, weight)
-            product = weight.multiply(prepared[kind], x.dtype, self.compute)
-            out.append(product.reshape(*x.shape[:-1], -1))
-        return out
+        rows = flatten_many_rows(x)
+        operands = [as_weight(w.value) for w in weights]
+        kinds = [jax.tree.structure(weight) for weight in operands]
+        out: dict[int, Array] = {}
+        for kind in dict.fromkeys(kinds):
+            own = [i for i, other in enumerate(kinds) if other == kind]
+            alike = [operands[i] for i in own]
+            prepared = self.prepare(rows, alike[0])
+            products = multiply_all(prepared, alike, x.dtype, self.compute)
+            out |= zip(own, products, strict=True)
+        return [out[i].reshape(*x.shape[:-1], -1) for i in range(len(weights))]
 
     def project_cached(self, x: Array, weight: Tensor) -> Array:
         """Multiply what the cache keeps, [rows, slots, n]."""

@@ -15,6 +15,7 @@ from fp8rl_jax.precision.linear import (
     as_weight,
     is_quantized,
     linear,
+    multiply_all,
     predequantize,
 )
 from fp8rl_jax.precision.quantizer import (
@@ -55,6 +56,7 @@ __all__ = [
     "join_sums",
     "linear",
     "max_value",
+    "multiply_all",
     "predequantize",
     "promises_exact",
     "quantize",

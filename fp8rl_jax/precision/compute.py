@@ -25,7 +25,7 @@ from pallas_kernels.attention import KeyBlock, attention
 from pallas_kernels.backend import Backend
 from pallas_kernels.exact import Integers, with_gradient_of
 from pallas_kernels.grouped_matmul import dot as grouped_dot
-from pallas_kernels.matmul import Panels, dot, keeps_quantized, pack, packs
+from pallas_kernels.matmul import Panels, blockwise_matmuls, dot, keeps_quantized, pack, packs
 from pallas_kernels.rounding import rounded
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
@@ -244,6 +244,12 @@ class Compute:
         if group_sizes is None:
             return blockwise_matmul(x, w, out_dtype, backend=self.backend)
         return grouped_matmul(x, w, group_sizes, out_dtype, backend=self.backend)
+
+    def quantized_products(
+        self, x: QTensor, weights: list[QTensor], out_dtype: jnp.dtype
+    ) -> list[Float[Array, "*m n"]]:
+        """`quantized_product` with each weight."""
+        return blockwise_matmuls(x, weights, out_dtype, backend=self.backend)
 
     def add_scaled(
         self, x: Float[Array, "*b n"], y: Float[Array, "*b n"], factor: float

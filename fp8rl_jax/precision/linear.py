@@ -35,6 +35,7 @@ straight-through estimator, arXiv 1308.3432), that of a weight in e2m1 another o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -298,6 +299,22 @@ def linear(
     return operand.multiply(operand.prepare(x, compute), out_dtype, compute, group_sizes)
 
 
+def multiply_all(
+    x: Any, weights: Sequence[LinearWeight], out_dtype: jnp.dtype, compute: Compute
+) -> list[Float[Array, "*m n"]]:
+    """Multiply one input, prepared by any of them, by weights of one kind: as each of them would,
+    and in one kernel where Hopper has one for all."""
+    quantized = [w for w in weights if isinstance(w, QuantizedWeight)]
+    if (
+        isinstance(x, QuantizedInput)
+        and 1 < len(weights) == len(quantized)
+        and selected_backend(compute.backend) == "hopper"
+        and not compute.exact
+    ):
+        return _quantized_linears(x, quantized, out_dtype, compute)
+    return [weight.multiply(x, out_dtype, compute) for weight in weights]
+
+
 def predequantize(weight: Stored, compute: Compute) -> Stored:
     """Move the work that does not depend on the input out of a decode loop.
 
@@ -377,8 +394,13 @@ def _quantized_linear(
 
 def _forward(x, weight, group_sizes, out_dtype, compute):
     out = _quantized_linear(x, weight, group_sizes, out_dtype, compute)
+    return out, _residuals(x, weight, group_sizes, compute)
+
+
+def _residuals(x, weight, group_sizes, compute):
+    """What the backward keeps."""
     saved = _saved(x, weight, group_sizes, compute.backend)
-    return out, (saved, jnp.zeros(0, x.x.dtype), _constant(weight), group_sizes)
+    return saved, jnp.zeros(0, x.x.dtype), _constant(weight), group_sizes
 
 
 def _backward(out_dtype, compute, residuals, dy):
@@ -407,6 +429,31 @@ def _backward(out_dtype, compute, residuals, dy):
 
 
 _quantized_linear.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _quantized_linears(
+    x: QuantizedInput, weights: list[QuantizedWeight], out_dtype: jnp.dtype, compute: Compute
+) -> list[Float[Array, "*m n"]]:
+    """`_quantized_linear` of each weight."""
+    products = compute.quantized_products(x.quantized, [w.quantized for w in weights], out_dtype)
+    return [out.reshape(*x.shape[:-1], out.shape[-1]) for out in products]
+
+
+def _forward_all(x, weights, out_dtype, compute):
+    residuals = [_residuals(x, weight, None, compute) for weight in weights]
+    return _quantized_linears(x, weights, out_dtype, compute), residuals
+
+
+def _backward_all(out_dtype, compute, residuals, dys):
+    each = [
+        _backward(out_dtype, compute, kept, dy) for kept, dy in zip(residuals, dys, strict=True)
+    ]
+    dx, dweights, _ = zip(*each, strict=True)
+    return jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *dx), list(dweights)
+
+
+_quantized_linears.defvjp(_forward_all, _backward_all)
 
 
 def _gradient_operands(

@@ -1,5 +1,6 @@
 from pallas_kernels.matmul.api import (
     blockwise_matmul,
+    blockwise_matmuls,
     dot,
     in_blocks,
     keeps_quantized,
@@ -13,6 +14,7 @@ from pallas_kernels.matmul.reference import flatten_many_rows
 __all__ = [
     "Panels",
     "blockwise_matmul",
+    "blockwise_matmuls",
     "dot",
     "flatten_many_rows",
     "in_blocks",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -56,7 +58,12 @@ def dot(x: Float[Array, "*batch k"], w: Float[Array, "n k"] | Panels) -> Float[A
 
 
 def blockwise_matmul(
-    x: QTensor, w: QTensor, out_dtype: jnp.dtype = jnp.bfloat16, *, backend: Backend = "auto"
+    x: QTensor,
+    w: QTensor,
+    out_dtype: jnp.dtype = jnp.bfloat16,
+    *,
+    batch_invariant: bool = False,
+    backend: Backend = "auto",
 ) -> Float[Array, "*batch n"]:
     """Multiply x @ w.T of quantized operands, scaled block by block and accumulated in float32.
 
@@ -71,6 +78,9 @@ def blockwise_matmul(
             weight's blocks.
         w: weight [n, k].
         out_dtype: bfloat16 or float32.
+        batch_invariant: on Hopper, many rows add in the parts into which up to 128 rows split the
+            contraction to fill the GPU, so that a row has the same bits whatever is multiplied with
+            it; that takes a tenth to a quarter longer.
         backend: implementation; hopper has kernels for `Blocks` of a weight of (128, 128) and (1,
             128), "auto" is the reference for others.
 
@@ -79,6 +89,57 @@ def blockwise_matmul(
             two formats.
         ValueError: scale shapes do not belong to the operands, or an axis has length 0.
     """
+    if _checked(x, w, backend) == "reference":
+        return reference.matmul(x, w, out_dtype)
+    from pallas_kernels.matmul import hopper  # importing Pallas takes longer than importing JAX
+
+    # what is added over devices is added in float32
+    kernel = partial(
+        hopper.matmul,
+        w_block=w.block,
+        out_dtype=jnp.float32 if on_mesh() else out_dtype,
+        batch_invariant=batch_invariant,
+    )
+    lead = " ".join(f"m{axis}" for axis in range(len(x.shape) - 1))
+    by_block = w.block[0] > 1
+    blocks = {"b": ("k", 128)} | ({"c": ("n", w.block[0])} if by_block else {})
+    rule = f"{lead} k, {lead} b, n k, {'c' if by_block else 'n'} b -> {lead} n"
+    arrays = (x.values, x.scales, w.values, w.scales)
+    return rounded(partitioned(kernel, rule, blocks)(*arrays), out_dtype)
+
+
+def blockwise_matmuls(
+    x: QTensor,
+    weights: Sequence[QTensor],
+    out_dtype: jnp.dtype = jnp.bfloat16,
+    *,
+    backend: Backend = "auto",
+) -> list[Float[Array, "*batch n"]]:
+    """Compute `blockwise_matmul` of x with each weight: the same bits, in one kernel where 128 rows
+    or fewer meet weights in blocks of (128, 128) on one Hopper GPU.
+
+    A decode step's product with a narrow weight ends before a GPU is filled, so those that share
+    their input run together.
+
+    Args:
+        x, out_dtype, backend: as `blockwise_matmul` takes them.
+        weights: [n, k] each.
+
+    Raises:
+        BackendError, ValueError: as `blockwise_matmul`.
+    """
+    chosen = {_checked(x, w, backend) for w in weights}
+    if chosen == {"hopper"} and {w.block for w in weights} == {(128, 128)} and not on_mesh():
+        from pallas_kernels.matmul import hopper
+
+        if math.prod(x.shape[:-1]) <= hopper.FEW_ROWS:
+            arrays = [array for w in weights for array in (w.values, w.scales)]
+            return hopper.matmuls(x.values, x.scales, *arrays, out_dtype=out_dtype)
+    return [blockwise_matmul(x, w, out_dtype, backend=backend) for w in weights]
+
+
+def _checked(x: QTensor, w: QTensor, backend: Backend) -> str:
+    """The backend of a product, whose operands fit each other."""
     chosen = choose("blockwise_matmul", backend, unserved(x, w, HOPPER_BLOCKS))
     if in_blocks(x, w) and x.format.by_row:
         (n, k), block = w.shape, w.block
@@ -93,20 +154,7 @@ def blockwise_matmul(
         check_pair("blockwise_matmul", chosen, x.values.dtype, w.values.dtype)
     if 0 in (*x.shape, *w.shape):
         raise ValueError(f"blockwise_matmul: nothing to multiply in x {x.shape} and w {w.shape}")
-    if chosen == "reference":
-        return reference.matmul(x, w, out_dtype)
-    from pallas_kernels.matmul import hopper  # importing Pallas takes longer than importing JAX
-
-    # what is added over devices is added in float32
-    kernel = partial(
-        hopper.matmul, w_block=w.block, out_dtype=jnp.float32 if on_mesh() else out_dtype
-    )
-    lead = " ".join(f"m{axis}" for axis in range(len(x.shape) - 1))
-    by_block = w.block[0] > 1
-    blocks = {"b": ("k", 128)} | ({"c": ("n", w.block[0])} if by_block else {})
-    rule = f"{lead} k, {lead} b, n k, {'c' if by_block else 'n'} b -> {lead} n"
-    arrays = (x.values, x.scales, w.values, w.scales)
-    return rounded(partitioned(kernel, rule, blocks)(*arrays), out_dtype)
+    return chosen
 
 
 def in_blocks(x: QTensor, w: QTensor) -> bool:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.check.cases import DENSE, Case, bits_apart
-from pallas_kernels.matmul.api import blockwise_matmul
+from pallas_kernels.matmul.api import blockwise_matmul, blockwise_matmuls
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.quantize import quantize_blocks
 
@@ -66,7 +66,13 @@ def same_rows(few: int, many: int, n: int, k: int) -> Case:
 
     def run(x, w, backend):
         alone, among = (
-            blockwise_matmul(jax.tree.map(lambda a, m=m: a[:m], x), w, jnp.float32, backend=backend)
+            blockwise_matmul(
+                jax.tree.map(lambda a, m=m: a[:m], x),
+                w,
+                jnp.float32,
+                batch_invariant=True,
+                backend=backend,
+            )
             for m in (few, many)
         )
         return bits_apart(alone, among[:few])
@@ -76,6 +82,31 @@ def same_rows(few: int, many: int, n: int, k: int) -> Case:
         arguments=partial(arguments, m=many, n=n, k=k, spread=64.0),
         run=run,
         expected=lambda x, w: np.zeros((few, n)),
+        instruction="QGMMA",
+    )
+
+
+def together(m: int, widths: tuple[int, ...], k: int, out_dtype=jnp.bfloat16) -> Case:
+    """One input by several weights, and what each product differs by from itself alone."""
+
+    def drawn(key):
+        pairs = [arguments(jax.random.fold_in(key, n), m, n, k) for n in widths]
+        return pairs[0][0], [w for _, w in pairs]
+
+    def run(x, weights, backend):
+        out = blockwise_matmuls(x, weights, out_dtype, backend=backend)
+        alone = [blockwise_matmul(x, w, out_dtype, backend=backend) for w in weights]
+        return out, [bits_apart(*pair) for pair in zip(out, alone, strict=True)]
+
+    def expected_of_all(x, weights):
+        return [expected(x, w) for w in weights], [np.zeros((m, n)) for n in widths]
+
+    return Case(
+        name=f"together-{m}-{jnp.dtype(out_dtype).name}",
+        arguments=drawn,
+        run=run,
+        expected=expected_of_all,
+        tolerance=2.0**-8 if out_dtype == jnp.bfloat16 else 1e-6,
         instruction="QGMMA",
     )
 
@@ -97,6 +128,9 @@ SMALL = (
     same_rows(136, 264, 130, 600),
     same_rows(20, 31, 130, 2100),
     same_rows(5, 140, 130, 2100),
+    same_rows(100, 140, 200, 2100),
+    together(5, (1000, 130, 300), 2100),
+    together(128, (500, 130), 2100, jnp.float32),
 )
 
 _SHAPES = sorted({shape for model in DENSE for shape in model.linears.values()} | {(7168, 16384)})

@@ -20,6 +20,7 @@ from fp8rl_jax.precision import (
     linear,
     quantize,
 )
+from fp8rl_jax.precision.linear import _quantized_linears
 
 JET = RECIPES["jet-rl"]
 RULES = {
@@ -193,6 +194,27 @@ def test_a_frozen_weight_passes_the_gradient_on_and_has_none(recipe, sizes):
         lambda w, recipe: frozen_weight(frozen_weight(w, recipe).quantized, recipe),
     )
     assert (np.asarray(y) == again).all()
+
+
+def test_weights_that_share_a_kernel_have_the_products_and_gradients_of_each_alone():
+    x, w, other = (jnp.asarray(draw(n, 320, seed=n)) for n in (150, 200, 70))
+    dys = [jnp.asarray(draw(150, n, seed=3)) for n in (200, 70)]
+    frozen = frozen_weight(other, JET)
+
+    def together(x, w):
+        weights = [trained_weight(w, JET), frozen]
+        prepared = frozen.prepare(x, Compute())
+        return _quantized_linears(prepared, weights, jnp.dtype("float32"), Compute())
+
+    def alone(x, w):
+        return [linear(x, weight, jnp.float32) for weight in (trained_weight(w, JET), frozen)]
+
+    found = []
+    for run in (together, alone):
+        out, pull = jax.vjp(run, x, w)
+        found.append((out, pull(dys)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert all(np.any(gradient) for gradient in found[0][1])
 
 
 def test_a_frozen_weight_keeps_nothing_of_its_input():

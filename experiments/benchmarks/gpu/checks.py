@@ -291,7 +291,14 @@ def rows(setting: Setting, n: int, k: int, counts: Sequence[int]) -> dict[str, A
         return x, w
 
     x, weight = jax.jit(make)(jax.random.key(0))
-    run = jax.jit(partial(blockwise_matmul, out_dtype=jnp.float32, backend=setting.backend))
+    run = jax.jit(
+        partial(
+            blockwise_matmul,
+            out_dtype=jnp.float32,
+            batch_invariant=True,
+            backend=setting.backend,
+        )
+    )
     whole = run(x, weight)
     few = {m: jax.tree.map(lambda a, m=m: a[:m], x) for m in counts}
     other = [m for m in counts if not same_bits(run(few[m], weight), whole[:m])]

@@ -2,9 +2,10 @@
 weights, with an FP8 cache, and with both.
 
 Weights and cache are random: what a step costs does not depend on them. All sides are in memory
-together, so that they can take turns, and have as many layers as fit; the output head is a larger
-part of a step than in the whole model. `read_bytes` is what a step has to read, weights and cache;
-over the seconds and a copy's bytes a second it is the share of the bandwidth that is reached.
+together, so that they can take turns, and have as many layers as fit, 16 at most, since each layer
+takes seconds to compile; the output head is a larger part of a step than in the whole model.
+`read_bytes` is what a step has to read, weights and cache; over the seconds and a copy's bytes a
+second it is the share of the bandwidth that is reached.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fp8rl_jax.models.forms import predequantized, rollout_policy
 from fp8rl_jax.models.policy import Policy, init_policy, with_scales
 from fp8rl_jax.rollout import sampler
 from fp8rl_jax.rollout.sampling import Sampling
+from pallas_kernels.decode_attention import whole_slots
 
 SIDES = {
     DECODE_BF16: "bf16",
@@ -35,37 +37,44 @@ SIDES = {
     DECODE_BOTH: "fp8-rl",
 }
 """Name -> recipe."""
-POINTS = {"32 x 512": (32, 512), DECODE: (128, 2048), "16 x 16384": (16, 16384)}
+POINTS = {DECODE: (128, 2048), "32 x 512": (32, 512), "16 x 16384": (16, 16384)}
 """Label -> rows that decode together, and tokens of context of each."""
-STEPS = 16
+STEPS, MOST_LAYERS = 16, 16
 PART_OF_MEMORY = 0.75
 
 
 def jobs(setting: Setting) -> list[Job]:
+    """Both against bfloat16 at each point, then all four sides."""
     points = {DECODE: (2, 16)} if setting.tiny else POINTS
+    job = partial(
+        Job,
+        sources=(__name__, "pallas_kernels", "fp8rl_jax"),
+        operation="decode",
+        seconds=240.0,
+    )
+    pair = {name: SIDES[name] for name in (DECODE_BF16, DECODE_BOTH)}
     return [
-        Job(
-            label,
-            partial(decode, setting, *point),
-            sources=(__name__, "pallas_kernels", "fp8rl_jax"),
-            operation="decode",
-            seconds=240.0,
-        )
+        job(f"{label}{more}", partial(decode, setting, sides, *point))
+        for more, sides in (("", pair), (", by part", SIDES))
         for label, point in points.items()
     ]
 
 
-def decode(setting: Setting, rows: int, context: int) -> dict[str, Any]:
-    """Time `STEPS` steps of every side, in turns."""
+def decode(setting: Setting, sides: dict[str, str], rows: int, context: int) -> dict[str, Any]:
+    """Time `STEPS` steps of every side, in turns.
+
+    Args:
+        sides: name -> recipe.
+    """
     config, steps = tiny_workload().config, 3
     if not setting.tiny:
         room = PART_OF_MEMORY * device_memory()
-        config, steps = shape_for(room, rows, context, setting), STEPS
+        config, steps = shape_for(room, sides, rows, context, setting), STEPS
     works = {
         name: Work(
             partial(run, steps), partial(arguments, config, recipe, rows, context, steps, setting)
         )
-        for name, recipe in SIDES.items()
+        for name, recipe in sides.items()
     }
     timed = compare(setting, works, (DECODE_BOTH,))
     if setting.compile_only:
@@ -81,8 +90,11 @@ def decode(setting: Setting, rows: int, context: int) -> dict[str, Any]:
     }
 
 
-def shape_for(memory: float, rows: int, context: int, setting: Setting) -> PolicyConfig:
-    """Qwen3-8B's shape, with as many of its 36 layers as all sides have room for."""
+def shape_for(
+    memory: float, sides: dict[str, str], rows: int, context: int, setting: Setting
+) -> PolicyConfig:
+    """Qwen3-8B's shape, with as many of its 36 layers as all sides have room for, up to
+    MOST_LAYERS."""
 
     def bytes_for(layers: int) -> int:
         config = qwen3_config(4096, 12288, layers, num_heads=32)
@@ -91,13 +103,13 @@ def shape_for(memory: float, rows: int, context: int, setting: Setting) -> Polic
                 partial(arguments, config, recipe, rows, context, STEPS, setting),
                 jax.random.key(0),
             )
-            for recipe in SIDES.values()
+            for recipe in sides.values()
         ]
         return sum(map(bytes_of, shapes))
 
     one = bytes_for(1)
     layer = bytes_for(2) - one
-    layers = max(1, min(36, 1 + int((memory - one) // layer)))
+    layers = max(1, min(MOST_LAYERS, 1 + int((memory - one) // layer)))
     return qwen3_config(4096, 12288, layers, num_heads=32)
 
 
@@ -129,7 +141,7 @@ def arguments(
     shape = jax.eval_shape(lambda: empty_cache(config, rows, context, kind, False))
     places = jnp.broadcast_to(jnp.arange(context, dtype=jnp.int32), (rows, context))
     prefix = KVBlock(*drawn(cache, shape), places >= 0, places)
-    own = empty_block(config, rows, steps + 1, kind, False)
+    own = empty_block(config, rows, whole_slots(steps + 1, setting.backend), kind, False)
     if recipe.quantizes_cache:
         ones = KVScales(*(jnp.ones(config.num_layers) for _ in range(3)))
         policy = with_scales(policy, ones)
