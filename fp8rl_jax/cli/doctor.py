@@ -35,6 +35,9 @@ PACKAGES = (
 )
 
 
+OLDEST_PTXAS = 13
+
+
 @dataclass(frozen=True)
 class DoctorArguments:
     """Print devices, versions, kernel backends, how rewards can be contained, what a recipe
@@ -66,7 +69,7 @@ def doctor(arguments: DoctorArguments) -> int:
     sections = [
         ("versions", _versions(faults)),
         ("devices", _devices(faults)),
-        ("kernels", _kernels()),
+        ("kernels", _kernels(faults)),
         ("exact mode", _exact()),
         ("float8", _float8(faults)),
         ("sandbox of rewards", _sandbox()),
@@ -142,15 +145,37 @@ def _devices(faults: list[str]) -> list[str]:
     return [f"{device.id}: {device.platform} {device.device_kind}" for device in devices]
 
 
-def _kernels() -> list[str]:
+def _kernels(faults: list[str]) -> list[str]:
     from pallas_kernels import native
-    from pallas_kernels.backend import resolve
+    from pallas_kernels.backend import hopper_sms, resolve
     from pallas_kernels.check.cases import OPERATIONS
 
     found = [f"{name}: auto runs {resolve('auto', name)}" for name in OPERATIONS]
     why = native.why_unavailable()
     used = "float32 products and inputs of a sampler, decode attention, exact mode"
-    return [*found, f"cpu: {f'none, {why}' if why else used}"]
+    found.append(f"cpu: {f'none, {why}' if why else used}")
+    return [*found, _assembler(faults)] if hopper_sms() else found
+
+
+def _assembler(faults: list[str]) -> str:
+    """The ptxas that Mosaic assembles Hopper kernels with: the first one on PATH."""
+    import re
+    import shutil
+    import subprocess
+
+    path = shutil.which("ptxas")
+    if path is None:
+        faults.append("no ptxas on PATH, which assembles the kernels: install CUDA 13's toolkit")
+        return "ptxas: none on PATH"
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release (\d+)\.(\d+)", said)
+    known = release[0] if release else "release unknown"
+    if release is None or int(release[1]) < OLDEST_PTXAS:
+        faults.append(
+            f"{path}, the first ptxas on PATH: {known}; the kernels were checked with "
+            f"{OLDEST_PTXAS}.0 and newer ones, put such a one first"
+        )
+    return f"ptxas: {path}, {known}"
 
 
 def _exact() -> list[str]:

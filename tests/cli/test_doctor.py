@@ -19,6 +19,7 @@ from fp8rl_jax.config.recipe import get_recipe
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.tasks.sandbox import seccomp, strict
 from fp8rl_jax.weights.hf_config import config_json
+from pallas_kernels.backend import tracing_for
 
 
 def test_doctor_finds_nothing_wrong_in_a_sound_installation(capsys):
@@ -43,6 +44,27 @@ def test_doctor_finds_nothing_wrong_in_a_sound_installation(capsys):
         "  only the rollout quantizes 21 of 21 linears: all of them\n"
         "  never quantized: embeddings, norms, biases, output head\n"
     )
+
+
+@pytest.mark.parametrize(
+    "release, wrong",
+    [("release 13.0, V13.0.88", False), ("release 12.9, V12.9.41", True), ("none", True)],
+)
+def test_the_assembler_of_a_hopper_gpu_is_named(release, wrong, tmp_path, monkeypatch):
+    ptxas = tmp_path / "ptxas"
+    ptxas.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, {release}'\n")
+    ptxas.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    faults = []
+    with tracing_for(132):
+        lines = doctor._kernels(faults)
+    assert lines[-1].startswith(f"ptxas: {ptxas}, ") and bool(faults) == wrong
+    assert not wrong or str(ptxas) in faults[0]
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    with tracing_for(132):
+        doctor._kernels(faults)
+    assert "no ptxas on PATH" in faults[-1]
+    assert not doctor._kernels([])[-1].startswith("ptxas")
 
 
 def test_the_layers_of_a_given_model(tmp_path, capsys):
