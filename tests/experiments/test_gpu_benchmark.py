@@ -860,8 +860,10 @@ def test_the_decode_loop_is_lowered_for_a_card(monkeypatch):
     monkeypatch.setattr(decode, "compare", lower)
     monkeypatch.setattr(decode, "device_memory", lambda: 0)
     with tracing_for(132):
-        (job,) = (job for job in decode.jobs(Setting()) if job.label == figures.DECODE)
-        result = job.run()
+        jobs = {job.label: job for job in decode.jobs(Setting())}
+        jobs[figures.DECODE].run()
+        assert set(found) == {"bf16", "FP8 weights and cache"}
+        result = jobs[f"{figures.DECODE}, by part"].run()
     assert result["layers"] == 1
     always = {"decode_attention", "write_cache"}
     products = always | {"blockwise_matmul", "quantize_r"}
