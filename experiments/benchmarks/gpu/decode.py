@@ -44,7 +44,7 @@ PART_OF_MEMORY = 0.75
 
 
 def jobs(setting: Setting) -> list[Job]:
-    """Both against bfloat16 at each point, then all four sides."""
+    """Both against bfloat16 at each point, then all four sides; in miniature both alone."""
     points = {DECODE: (2, 16)} if setting.tiny else POINTS
     job = partial(
         Job,
@@ -52,10 +52,12 @@ def jobs(setting: Setting) -> list[Job]:
         operation="decode",
         seconds=240.0,
     )
-    pair = {name: SIDES[name] for name in (DECODE_BF16, DECODE_BOTH)}
+    rounds = {"": {name: SIDES[name] for name in (DECODE_BF16, DECODE_BOTH)}}
+    if not setting.tiny:
+        rounds[", by part"] = SIDES
     return [
         job(f"{label}{more}", partial(decode, setting, sides, *point))
-        for more, sides in (("", pair), (", by part", SIDES))
+        for more, sides in rounds.items()
         for label, point in points.items()
     ]
 
