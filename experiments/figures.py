@@ -27,7 +27,7 @@ from experiments.depth import mean as depth_mean
 from experiments.depth import table as depth_table
 from experiments.fake_quantization import summary
 from experiments.formats.page import Records, draw, tables
-from fp8rl_jax.statistics import Interval, compare_arms, exact_interval, t_interval
+from fp8rl_jax.statistics import Interval, compare_arms, t_interval
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"
@@ -294,13 +294,12 @@ def over_steps(runs: list[dict[str, Any]], metric: str, form: str) -> str:
 
 
 def stability_in_rl() -> str:
-    """Spikes, skipped updates, collapses and gradient norms of each arm, at each learning rate."""
+    """Spikes, skipped updates, gradient norms and sharpness of each arm, at each learning rate."""
     kept = record("ablations/stability.json")
 
     def spiked(runs: list[dict[str, Any]], what: str) -> str:
         count = sum(run["series"][f"stability/{what}"]["values"][-1] > 0 for run in runs)
-        low, high = exact_interval(count, len(runs))
-        return f"{count} of {len(runs)} ({low:.0%} to {high:.0%})"
+        return training_page.of_runs(count, len(runs))
 
     rows = []
     for arm in kept["arms"]:
@@ -830,41 +829,41 @@ GPU = "benchmarks/gpu_h200"
 
 def rewritten_kernels() -> str:
     """What was seen on a card while the kernels were rewritten."""
-    found, first = (
-        record("benchmarks/h200_kernels.json"),
-        {name: record(f"{GPU}/{name}.json")["results"] for name in ("matmul", "attention")},
-    )
+    found = record("benchmarks/h200_kernels.json")
+    first = {kind: record(f"{GPU}/{kind}.json")["results"] for kind in ("matmul", "attention")}
+
+    def before(kind: str, shape: str, side: str) -> float:
+        """Microseconds of the first record; NaN where it has none."""
+        result = first[kind].get(shape)
+        return 1e6 * result["seconds"][side]["median"] if result else np.nan
+
     rows = []
     for name, now in found["times"].items():
-        kind, shape = ("attention", name.split()[1]) if " " in name else ("matmul", name)
-        before = first[kind].get(shape)
-        ours = "fp8" if kind == "matmul" else "fp8 cache"
-        peer = before and before["seconds"].get("XLA bf16" if kind == "matmul" else "cuDNN bf16")
-        peer = now["bf16"] if kind == "matmul" else peer and 1e6 * peer["median"]
+        if attended := name.startswith("attention"):
+            name = name.split()[1]
+            times = before("attention", name, "fp8 cache"), now["fp8"]
+            peer = before("attention", name, "cuDNN bf16")
+        else:
+            times, peer = (before("matmul", name, "fp8"), now["fp8"]), now["bf16"]
         rows.append(
             [
-                f"{kind} {shape}",
-                f"{1e6 * before['seconds'][ours]['median']:.0f}" if before else "",
-                f"{now['fp8']:.0f}",
-                f"{peer:.0f}" if peer else "",
-                f"{peer / now['fp8']:.2f}x" if peer else "",
+                f"{'attention' if attended else 'matmul'} {name}",
+                *("" if np.isnan(x) else f"{x:.0f}" for x in (*times, peer)),
+                # of two records no ratio is taken
+                "" if attended else f"{peer / now['fp8']:.2f}x",
             ]
         )
-    first_checks, last = found["checks"]
-    layer = {
-        when: found["decode_step"][when]["fp8-rl"]["busy_us_step"] for when in ("before", "after")
-    }
-    before, after = (
-        np.median(found["decode_step"][when]["fp8-rl"]["wall_us_step"]) for when in layer
-    )
+    checks, steps = found["checks"][0], found["decode_step"]
+    old, new = (np.median(steps[when]["fp8-rl"]["wall_us_step"]) for when in ("before", "after"))
+    wrong = ", ".join(checks["wrong"]).removeprefix("real: ")
     about = prose(f"""
-        The kernels were rewritten then, and ran on another H200: {first_checks["passed"]} of {first_checks["of"]} checks were
-        right, `quantize swiglu` and `rms-norm` among them; wrong was {", ".join(first_checks["wrong"]).removeprefix("real: ")}: Mosaic had
-        swizzled memory that it was not asked to, and half of each bfloat16 head went to wrong places (mended since, and the
-        check for compiled kernels now refuses such memory; not run on a card again). Microseconds, medians of 3 rounds in turns;
-        bf16 is XLA's product in the same turns, and cuDNN's attention of the first record. A step of the decode loop (Qwen3-8B's shape,
-        4 layers, 64 rows of 2,048 tokens, `fp8-rl`) took {before:.0f} us, and after {after:.0f}. What has changed since, and has not
-        run on a card, says the record.
+        The kernels were rewritten then, and ran on another H200: {checks["passed"]} of {checks["of"]} checks were right,
+        `quantize swiglu` and `rms-norm` among them; wrong was {wrong}: Mosaic had swizzled memory that it was not asked to,
+        and half of each bfloat16 head went to wrong places (mended since, and the check for compiled kernels now refuses such
+        memory; not run on a card again). Microseconds, medians of 3 rounds in turns; bf16 is XLA's product in the same turns,
+        and cuDNN's attention of the first record, so that its ratio is not given. A step of the decode loop (Qwen3-8B's shape,
+        4 layers, 64 rows of 2,048 tokens, `fp8-rl`) took {old:.0f} us, and after {new:.0f}. What has changed since, and has
+        not run on a card, says the record.
     """)
     heads = ["", "before", "after", "bf16", "bf16 / after"]
     return f"{about}\n\n{table(heads, rows)}"

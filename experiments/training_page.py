@@ -135,6 +135,12 @@ def _end(losses: Sequence[float | None]) -> float:
     return float(np.mean(finite)) if finite else float("inf")
 
 
+def of_runs(count: int, runs: int) -> str:
+    """A number of runs, with the exact 95 % interval of their share."""
+    low, high = exact_interval(count, runs)
+    return f"{count} of {runs} ({100 * low:.0f} to {100 * high:.0f} %)"
+
+
 def diverged(record: dict[str, Any]) -> Table | None:
     """Shares of diverged runs by format and learning rate; and which spikes first."""
     runs: dict[tuple[str, float], list[Entry]] = {}
@@ -146,10 +152,8 @@ def diverged(record: dict[str, Any]) -> Table | None:
         if not of:
             return ""
         count = sum(run["stability/diverged"] > 0 for run in of)
-        low, high = exact_interval(count, len(of))
         ends = [_end(run["losses"]) for run in of]
-        share = f"{count} of {len(of)} ({100 * low:.0f} to {100 * high:.0f} %)"
-        return f"{share}; {np.median(ends):.2f}"
+        return f"{of_runs(count, len(of))}; {np.median(ends):.2f}"
 
     rows = [[f"`{name}`", *(cell(runs.get((name, rate), [])) for rate in rates)] for name in names]
     spiked = [(first_spike(run["losses"]), run) for of in runs.values() for run in of]

@@ -242,7 +242,9 @@ class Compute:
     ) -> Float[Array, "*m n"]:
         """Multiply quantized rows by the transpose of a quantized weight, as `product` does."""
         if group_sizes is None:
-            return blockwise_matmul(x, w, out_dtype, backend=self.backend)
+            return blockwise_matmul(
+                x, w, out_dtype, batch_invariant=self.exact, backend=self.backend
+            )
         return grouped_matmul(x, w, group_sizes, out_dtype, backend=self.backend)
 
     def quantized_products(

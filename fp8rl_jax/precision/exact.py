@@ -38,7 +38,7 @@ from pallas_kernels.exact import (
     with_float64,
     with_gradient_of,
 )
-from pallas_kernels.matmul import blockwise_matmul, selected_backend
+from pallas_kernels.matmul import selected_backend
 from pallas_kernels.quantize.reference import on_grid
 from pallas_kernels.rounding import rounded
 
@@ -187,11 +187,7 @@ class HopperCompute(InvariantCompute):
 
     def quantized_product(self, x, w, group_sizes, out_dtype):
         # not ExactCompute's, which multiplies dequantized operands
-        if group_sizes is None:
-            found = blockwise_matmul(x, w, out_dtype, batch_invariant=True, backend=self.backend)
-        else:
-            found = Compute.quantized_product(self, x, w, group_sizes, out_dtype)
-        return materialize(found)
+        return materialize(Compute.quantized_product(self, x, w, group_sizes, out_dtype))
 
     def prepared(self, w):
         return None

@@ -143,13 +143,20 @@ def _launch(given, places, scales, caches, parts):
         for h in range(width):
             _convert(part, buffers, h, staged, scales, head + h)
         mosaic.commit_smem()
-        heads_of, real = mosaic.ds(head, width), jnp.minimum(size, tokens - at)
-        if i < 2:
-            _scatter(staged, to[i], buffers, heads_of, real)
-        elif width == staged_heads(i):
+        heads_of = mosaic.ds(head, width)
+        if i == 2 and width == staged_heads(i):
             mosaic.copy_smem_to_gmem(staged.at[own], to[i].at[tokens_of, heads_of])
-        else:
-            _in_order(staged, to[i], at, heads_of, real)
+            return
+
+        def token(t, _):
+            source = staged.at[t, mosaic.ds(0, width)]
+            if i == 2:
+                mosaic.copy_smem_to_gmem(source, to[i].at[at + t, heads_of])
+            else:
+                _store_token(source, to[i], buffers["row"][t], heads_of, buffers["slot"][t])
+
+        lax.fori_loop(0, jnp.minimum(size, tokens - at), token, None)
+        mosaic.commit_smem()  # the next unit's places are another proxy's write
 
     def _convert(part, buffers, h, staged, scales, head):
         half, kv_head = dim // 2, lax.div(head, part.heads // parts[0].heads)
@@ -166,26 +173,10 @@ def _launch(given, places, scales, caches, parts):
                 )
             staged[:, h, side] = one.astype(part.dtype)
 
-    def _in_order(staged, queries, at, heads, size):
-        def token(t, _):
-            mosaic.copy_smem_to_gmem(
-                staged.at[t, mosaic.ds(0, unit_heads)], queries.at[at + t, heads]
-            )
-
-        lax.fori_loop(0, size, token, None)
-
-    def _scatter(staged, cache, buffers, heads, size):
-        (rows, _, slots, _), heads_of = cache.shape, mosaic.ds(0, unit_heads)
-
-        def token(t, _):
-            row, slot = buffers["row"][t], buffers["slot"][t]
-            inside = (row >= 0) & (row < rows) & (slot >= 0) & (slot < slots)
-            mosaic.when(inside)(
-                lambda: mosaic.copy_smem_to_gmem(staged.at[t, heads_of], cache.at[row, heads, slot])
-            )
-
-        lax.fori_loop(0, size, token, None)
-        mosaic.commit_smem()  # the next unit's places are another proxy's write
+    def _store_token(source, cache, row, heads, slot):
+        rows, _, slots, _ = cache.shape
+        inside = (row >= 0) & (row < rows) & (slot >= 0) & (slot < slots)
+        mosaic.when(inside)(lambda: mosaic.copy_smem_to_gmem(source, cache.at[row, heads, slot]))
 
     half = dim // 2
     buffers = {

@@ -159,6 +159,7 @@ def compile_case(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes
     )
     compiler.take()
+    inference.take()
     try:
         with tracing_for(SMS):
             jax.jit(lambda *a: case.run(*a, backend="hopper")).lower(*shapes).compile()
