@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -40,6 +41,13 @@ _SLURM_STEP = (
     "SLURM_PROCID",
     "SLURM_LOCALID",
 )
+_LAUNCHERS = {
+    "MPICH": ("PMI_SIZE", "PMI_RANK"),
+    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "torchrun": ("WORLD_SIZE", "RANK"),
+    "a Kubernetes Indexed Job": ("", "JOB_COMPLETION_INDEX"),
+}
+"""Variables of the number of processes, and of this one's number."""
 _FAULT_BYTES = 1000
 _SIGNS_OF_LOSS = ("Gloo ", "NCCL ", "onnection closed by peer", "onnection reset by peer")
 _JAX_HEARTBEAT = 100
@@ -53,18 +61,20 @@ class _SharedFault(UserError):
 def initialize(config: MeshConfig, environ: Mapping[str, str] = os.environ) -> None:
     """Join this process to the others of its run, before anything touches a JAX device.
 
-    With mesh.coordinator, mesh.num_processes and mesh.process_id set, those are used (Kubernetes,
-    hosts started by hand). Otherwise a SLURM step (`srun`) or an Open MPI launch of more than one
-    task is detected, and jax finds its coordinator. Otherwise the run has one process and nothing
-    happens.
+    With mesh.coordinator set, it, mesh.num_processes and mesh.process_id are used; what is not set
+    of the latter is taken from SLURM, Open MPI, MPICH, torchrun or a Kubernetes Indexed Job.
+    Otherwise a SLURM step (`srun`) or an Open MPI launch of more than one task is detected, and jax
+    finds its coordinator. Otherwise the run has one process and nothing happens.
 
     Raises:
-        UserError: a mesh.* key is missing or out of range, the coordinator's port is in use, or not
-            all processes come, each with a number of its own.
+        UserError: a mesh.* key is missing or out of range, the coordinator's port is in use, not
+            all processes come, each with a number of its own, or a launcher has started several
+            and does not say where process 0 is.
     """
-    place, devices = _explicit(config), None
+    place, devices = _explicit(config, environ), None
     if place is None:
         if _tasks(environ) <= 1:
+            _refuse_alone(environ)
             return
         devices = _local_devices(environ)
         place = _detected()
@@ -296,19 +306,53 @@ def _leave(code: int) -> None:
 
 def _detected() -> tuple[str, int, int]:
     """(coordinator, processes, number of this one) of the launch, as jax finds them."""
-    found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, None)
-    address, count, process, _ = found
+    try:
+        found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, None)
+        address, count, process, _ = found
+    except (ImportError, KeyError, RuntimeError, ValueError):  # of a launcher that jax half knows
+        address = count = process = None
     if address is None or count is None or process is None:
         raise UserError(
             "mesh: the processes of this launch do not say where process 0 is; set "
-            "mesh.coordinator, mesh.num_processes and mesh.process_id"
+            "mesh.coordinator to host:port of it"
         )
     return address, count, process
 
 
-def _explicit(config: MeshConfig) -> tuple[str, int, int] | None:
+def _launched(environ: Mapping[str, str]) -> tuple[str, int, int]:
+    """(launcher, processes, number of this one); 0 and -1 where nothing says it."""
+    if all(name in environ for name in _SLURM_STEP):
+        return "SLURM", int(environ["SLURM_NTASKS"]), int(environ["SLURM_PROCID"])
+    for launcher, (count, number) in _LAUNCHERS.items():
+        if number in environ and (not count or count in environ):
+            return launcher, int(environ.get(count, 0)), int(environ[number])
+    return "", 0, -1
+
+
+def _refuse_alone(environ: Mapping[str, str]) -> None:
+    """Refuse to train alone beside others that do the same.
+
+    The first pod of an Indexed Job cannot tell whether there are others; these then refuse.
+    """
+    launcher, count, number = _launched(environ)
+    if count > 1 or (not count and number > 0):
+        size = "" if count else " and mesh.num_processes"
+        raise UserError(
+            f"mesh: this is process {number} of several that {launcher} has started, and each "
+            f"would train alone: set mesh.coordinator = host:port of process 0{size}"
+        )
+
+
+def _explicit(config: MeshConfig, environ: Mapping[str, str]) -> tuple[str, int, int] | None:
     """(coordinator, num_processes, process_id), or None where the configuration names none of
     them."""
+    if config.coordinator:
+        _, count, number = _launched(environ)
+        config = replace(
+            config,
+            num_processes=config.num_processes or count,
+            process_id=number if config.process_id == -1 else config.process_id,
+        )
     given = {
         "coordinator": config.coordinator != "",
         "num_processes": config.num_processes != 0,

@@ -46,6 +46,40 @@ def test_a_single_process_joins_nothing(calls, environ):
     assert calls == []
 
 
+@pytest.mark.parametrize(
+    ("environ", "count", "place"),
+    [
+        (SLURM, 0, (8, 6)),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, 0, (4, 3)),
+        ({"PMI_SIZE": "4", "PMI_RANK": "2"}, 0, (4, 2)),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, 0, (2, 1)),
+        ({"JOB_COMPLETION_INDEX": "0"}, 3, (3, 0)),
+        ({"JOB_COMPLETION_INDEX": "2"}, 3, (3, 2)),
+    ],
+)
+def test_a_launcher_numbers_its_processes(calls, environ, count, place):
+    initialize(MeshConfig(coordinator="node0:1234", num_processes=count), environ)
+    (call,) = calls
+    assert call["coordinator_address"] == "node0:1234"
+    assert (call["num_processes"], call["process_id"]) == place
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher", "keys"),
+    [
+        ({"PMI_SIZE": "4", "PMI_RANK": "0"}, "MPICH", ""),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "torchrun", ""),
+        ({"JOB_COMPLETION_INDEX": "1"}, "Kubernetes", " and mesh.num_processes"),
+    ],
+)
+def test_none_of_several_trains_alone(calls, environ, launcher, keys):
+    with pytest.raises(UserError, match=rf"{launcher}.*alone: set mesh.coordinator.*{keys}$"):
+        initialize(MeshConfig(), environ)
+    assert calls == []
+    initialize(MeshConfig(), {"JOB_COMPLETION_INDEX": "0"})  # of a single pod, as far as it knows
+    initialize(MeshConfig(), {"PMI_SIZE": "1", "PMI_RANK": "0"})
+
+
 def test_explicit_arguments_come_first(calls):
     initialize(MeshConfig(coordinator="node0:1234", num_processes=4, process_id=3), SLURM)
     (call,) = calls
