@@ -83,11 +83,11 @@ def _check(config: RunConfig, judge: str) -> Preflight:
     import jax
 
     from fp8rl_jax.models.policy import init_policy, linear_names, parameter_count
-    from fp8rl_jax.parallel import check_batch, make_mesh
+    from fp8rl_jax.parallel import make_mesh
     from fp8rl_jax.precision import check_recipe, quantized_layers
     from fp8rl_jax.rl import check_functions
     from fp8rl_jax.rollout.engine import decode_layers
-    from fp8rl_jax.training.checks import with_exact_decided
+    from fp8rl_jax.training.checks import check_mesh, with_exact_decided
     from fp8rl_jax.training.plan import check_fits
     from fp8rl_jax.training.source import model_shape
     from fp8rl_jax.training.state import init_state, make_optimizer
@@ -102,8 +102,8 @@ def _check(config: RunConfig, judge: str) -> Preflight:
             check_recipe(config.under(judge).resolved_recipe(), config.precision.backend)
         check_functions(config.rl, config.rollout.samples_per_prompt)
         mesh = make_mesh(config.mesh)
-        check_batch(config.rollout.prompts_per_step, mesh, "rollout.prompts_per_step")
         shape = model_shape(config)
+        check_mesh(config, shape, mesh)
         quantized_layers(recipe, linear_names(shape))
         check_fits(shape, config, dict(mesh.shape))
         # on a GPU "auto" is more than one backend: the reference serves what has no kernel

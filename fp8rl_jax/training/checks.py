@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import trainer_policy
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.models.tensors import of_kind
+from fp8rl_jax.parallel import check_batch
 from fp8rl_jax.precision import QTensor, check_recipe, promises_exact
 from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.rollout.sampling import Sampling
@@ -47,6 +49,26 @@ def with_exact_decided(config: RunConfig, ours: bool = True) -> RunConfig:
     plain = ours and samples and not differs
     exact = recipe.exact or (plain and promises_exact(recipe, backend))
     return replace(config, precision=replace(config.precision, exact=exact))
+
+
+def check_mesh(config: RunConfig, shape: PolicyConfig, mesh: jax.sharding.Mesh) -> None:
+    """Refuse a mesh that splits no batch of a run into equal parts, or has no use for an axis.
+
+    Raises:
+        UserError: naming the key, and the sizes that fit.
+    """
+    r, trainer = config.rollout, config.trainer
+    check_batch(r.prompts_per_step, mesh, "rollout.prompts_per_step")
+    if config.task.kind != "text" and not trainer.packing:  # packed rows are filled up
+        if trainer.micro_batch_prompts:
+            check_batch(trainer.micro_batch_prompts, mesh, "trainer.micro_batch_prompts")
+        part = r.prompts_per_step // trainer.updates_per_rollout
+        check_batch(part, mesh, "rollout.prompts_per_step / trainer.updates_per_rollout")
+    if shape.experts is None and mesh.shape["expert"] > 1:
+        raise UserError(
+            f"mesh.expert = {mesh.shape['expert']}: the model has no experts; set mesh.data or "
+            "mesh.fsdp to that"
+        )
 
 
 def check_range(policy: Policy, dtype: jnp.dtype) -> None:

@@ -34,6 +34,7 @@ from fp8rl_jax.tasks.sandbox.pickling import pack
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.text import load_documents
 from fp8rl_jax.tasks.verifiers import unread_result, unverified
+from fp8rl_jax.training.checks import check_mesh
 from fp8rl_jax.training.plan import check_fits, report
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.session import Session
@@ -143,7 +144,7 @@ def _built(
     if sampled:
         check_functions(config.rl, r.samples_per_prompt)
     mesh = make_mesh(config.mesh)
-    check_batch(r.prompts_per_step, mesh, "rollout.prompts_per_step")
+    check_mesh(config, model_shape(config), mesh)
     is_text = config.task.kind == "text"
     if (sampled or is_text) and not config.dry_run:
         check_fits(model_shape(config), config, dict(mesh.shape))
