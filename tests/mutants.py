@@ -1801,6 +1801,36 @@ LIST: list[Mutant] = [
         "parallel/test_rules.py",
         ("expert-axis-copies", '("data", "fsdp", "expert")', '("data", "fsdp")', "expert_axis"),
     ),
+    *of(
+        "models/forward.py",
+        "parallel/test_collectives.py",
+        (
+            "every-device-computes-all-rows",
+            'return constrain(x, "batch", None, None)',
+            "return x",
+            "update_sends",
+        ),
+    ),
+    *of(
+        "models/logprobs.py",
+        "parallel/test_collectives.py",
+        (
+            "head-gathered-a-part",
+            "if axes := splitting_axes(len(hidden)):",
+            "if axes := ():",
+            "update_sends",
+        ),
+    ),
+    *of(
+        "rollout/sampler.py",
+        "parallel/test_collectives.py",
+        (
+            "weights-gathered-a-token",
+            "policy = lax.with_sharding_constraint(policy, policy_shardings(policy, mesh, rules))",
+            "pass",
+            "decode_step",
+        ),
+    ),
 ]
 
 

@@ -9,8 +9,9 @@ is a subclass with what differs (models/latent.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from fp8rl_jax.models.cache import KVCache, Pages
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import Layer, Tensor
 from fp8rl_jax.models.rope import base_frequencies
+from fp8rl_jax.parallel import by_parts
 from fp8rl_jax.precision import Compute, element_dtype, quantize_per_tensor
 from fp8rl_jax.precision.quantizer import round_through
 from pallas_kernels.attention import (
@@ -85,17 +87,24 @@ class LayerOutputs(NamedTuple):
     routes: Int[Array, "b t k"] | None
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class CompletionCache:
     """One layer's part of the completion cache.
 
-    Args:
+    Attributes:
         keys, values: the layer's own arrays, or stacks over layers.
         slot: first slot that the call writes.
         layer: index into the stacks; None: the arrays are the layer's own.
     """
 
-    def __init__(self, keys: Array, values: Array, slot: Array, layer: Array | None = None):
-        self.keys, self.values, self.slot, self.layer = keys, values, slot, layer
+    keys: Any
+    values: Any
+    slot: Array
+    layer: Array | None = None
+
+    axes: ClassVar = ("batch", "kv_heads", None, None)
+    """Of a layer's arrays, as `parallel.rules` names them."""
 
     def write(self, k: Array, v: Array) -> tuple[Array, Array]:
         """Write keys and values [rows, kv_heads, t, head_dim]; returns the cache."""
@@ -150,34 +159,57 @@ class CompletionCache:
         return mask if window is None else mask & window_mask(written, slots, window)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class PagePlaces:
     """Where the tokens of a call go in its pages, and what they see there: the same in each layer.
 
-    Args:
-        pages: of the call.
-        real: [rows, t], tokens that there are; a row's come first.
+    Attributes:
+        at: [rows, t], places among a row's own tokens.
+        page, slot: [rows, t] of these; the page is `count` where there is no token.
+        own, own_lengths: page table of each row, and the tokens in it after the call.
+        prefix, prefix_lengths: likewise; None where no row has a prefix.
+        count, size: pages of a layer, and slots of a page.
     """
 
-    def __init__(self, pages: Pages, real: Array):
-        self.pages = pages
+    at: Array
+    page: Array
+    slot: Array
+    own: Array
+    own_lengths: Array
+    prefix: Array | None
+    prefix_lengths: Array | None
+    count: int = field(metadata={"static": True})
+    size: int = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, pages: Pages, real: Array) -> PagePlaces:
+        """Find the places of a call's tokens.
+
+        Args:
+            real: [rows, t], tokens that there are; a row's come first.
+        """
         layer = jax.tree.leaves(pages.keys)[0]
-        self.count, self.size = layer.shape[-4], layer.shape[-2]
-        self.at = pages.own_lengths[:, None] + jnp.arange(real.shape[1], dtype=jnp.int32)
-        column = self.at // self.size
+        count, size = layer.shape[-4], layer.shape[-2]
+        at = pages.own_lengths[:, None] + jnp.arange(real.shape[1], dtype=jnp.int32)
+        column = at // size
         page = jnp.take_along_axis(pages.own, column, axis=1, mode="clip")
-        inside = real & (column < pages.own.shape[1])
-        self.page = jnp.where(inside, page, self.count).astype(jnp.int32)
-        self.slot = self.at % self.size
-        self.own_lengths = pages.own_lengths + real.sum(1, dtype=jnp.int32)
-        before = pages.prefix_lengths
-        self.start = 0 if before is None else before[:, None]
+        page = jnp.where(real & (column < pages.own.shape[1]), page, count).astype(jnp.int32)
+        lengths = pages.own_lengths + real.sum(1, dtype=jnp.int32)
+        prefix = pages.prefix, pages.prefix_lengths
+        return cls(at, page, at % size, pages.own, lengths, *prefix, count, size)
+
+    @property
+    def start(self) -> Array | int:
+        """Where each row's own tokens begin."""
+        return 0 if self.prefix_lengths is None else self.prefix_lengths[:, None]
 
     def held(self) -> list[tuple[Array, Array]]:
         """List the page tables, each with the tokens in it after the call."""
-        pages, own = self.pages, (self.pages.own, self.own_lengths)
-        if pages.prefix is None or pages.prefix_lengths is None:
+        own = self.own, self.own_lengths
+        if self.prefix is None or self.prefix_lengths is None:
             return [own]
-        return [(pages.prefix, pages.prefix_lengths), own]
+        return [(self.prefix, self.prefix_lengths), own]
 
     def masks(self, window: Array | None) -> list[Array]:
         """Mask the slots of each table that a token sees, [rows, t, slots]."""
@@ -194,18 +226,23 @@ class PagePlaces:
         return masks
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class PagedRows:
     """One layer's pages, with the methods of `CompletionCache`.
 
-    Args:
+    Attributes:
         keys, values: the layer's own arrays, or stacks over layers.
         places: of the call.
         layer: index into the stacks; None: the arrays are the layer's own.
     """
 
-    def __init__(self, keys: Array, values: Array, places: PagePlaces, layer: Array | None = None):
-        self.keys, self.values, self.places = keys, values, places
-        self.first = 0 if layer is None else layer * places.count
+    keys: Any
+    values: Any
+    places: PagePlaces
+    layer: Array | None = None
+
+    axes: ClassVar = (None, "kv_heads", None, None)
 
     def write(self, k: Array, v: Array) -> tuple[Array, Array]:
         """Write keys and values [rows, kv_heads, t, head_dim]; returns the cache."""
@@ -251,10 +288,11 @@ class PagedRows:
 
     def at(self, pages: Array) -> Array:
         """Number pages of this layer in the flattened stacks; those outside stay outside."""
-        if isinstance(self.first, int):
+        if self.layer is None:
             return pages
-        total = self.keys.shape[0] * self.places.count
-        return jnp.where(pages < self.places.count, pages + self.first, total)
+        count = self.places.count
+        total = self.keys.shape[0] * count
+        return jnp.where(pages < count, pages + self.layer * count, total)
 
 
 LayerCache = CompletionCache | PagedRows
@@ -303,7 +341,7 @@ class Attention:
         if cache.prefix is not None:
             self.prefix_lengths = cache.prefix.mask.sum(1, dtype=jnp.int32)
         if isinstance(cache.completion, Pages):
-            self.places = PagePlaces(cache.completion, segment_ids > 0)
+            self.places = PagePlaces.of(cache.completion, segment_ids > 0)
         if cache.completion is None:
             self.tokens = Tokens.of_rows(segment_ids, positions, prefix_ids)
             t, chunk = segment_ids.shape[1], compute.attention_chunk
@@ -470,24 +508,52 @@ class Attention:
         return x.reshape(*x.shape[:2], -1, self.config.head_dim)
 
     def decode(self, tokens, rope, completion: LayerCache, inputs: LayerInputs, dtype):
-        """Attend with one token a row, over the prefix cache and the row's slots up to its own."""
-        compute = self.compute
-        sq = sk = sv = None
-        write = partial(write_cache, backend=compute.backend)
+        """Attend with one token a row, over the prefix cache and the row's slots up to its own.
+
+        On a mesh each device writes and reads the rows and heads that it has.
+        """
+        compute, window, score_scale = self.compute, inputs.window, self.config.score_scale
+        prefix, lengths, scales = (), (), ()
+        if inputs.prefix is not None:
+            prefix, lengths = inputs.prefix, self.prefix_lengths
         if compute.key.calibrated:
             assert inputs.scales is not None
-            sq, sk, sv = inputs.scales
-            sq, stored = sq if compute.query.quantized else None, element_dtype(compute.key)
-            write = partial(write, scales=(sk, sv), query_scale=sq, fp8_dtype=stored)
-        written, q = completion.write_token(write, tokens, rope)
-        caches = completion.held(*written, len(q))
-        if inputs.prefix is not None:
-            caches.insert(0, KeyValues(*inputs.prefix, self.prefix_lengths))
-        window, score_scale = inputs.window, self.config.score_scale
-        out = decode_attention(
-            q, tuple(caches), score_scale, sq, sk, sv, window, dtype, backend=compute.backend
+            scales = inputs.scales
+
+        def on_device(tokens, rope, cache, places, prefix, lengths, scales, window):
+            sq = sk = sv = None
+            write = partial(write_cache, backend=compute.backend)
+            if scales:
+                sq, sk, sv = scales
+                sq, stored = sq if compute.query.quantized else None, element_dtype(compute.key)
+                write = partial(write, scales=(sk, sv), query_scale=sq, fp8_dtype=stored)
+            part = replace(places, keys=cache[0], values=cache[1])
+            written, q = part.write_token(write, tokens, rope)
+            caches = part.held(*written, len(q))
+            if prefix:
+                caches.insert(0, KeyValues(*prefix, lengths))
+            out = decode_attention(
+                q, tuple(caches), score_scale, sq, sk, sv, window, dtype, backend=compute.backend
+            )
+            return out[:, None], written
+
+        heads, own = ("batch", None, "kv_heads", None), completion.axes
+        if completion.keys.ndim > len(own):
+            own = (None, *own)
+        axes = (
+            heads,
+            ("batch", None, None),
+            own,
+            None,
+            ("batch", "kv_heads", None, None),
+            ("batch",),
+            ("kv_heads",)[: scales[0].ndim] if scales else None,
+            None,
         )
-        return out[:, None], written
+        cache = completion.keys, completion.values
+        places = replace(completion, keys=None, values=None)
+        operands = tokens, rope, cache, places, prefix, lengths, scales, window
+        return by_parts(on_device, operands, axes, (heads, own))
 
     def token_keys(self, k: Array, v: Array, prefix) -> list[TokenBlock]:
         """List the blocks of keys as chunked attention takes them."""

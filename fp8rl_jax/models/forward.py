@@ -17,7 +17,7 @@ feed-forward layer or experts), the whole pass, the stack of layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.models.attention import (
@@ -38,9 +39,19 @@ from fp8rl_jax.models.cache import KVBlock, KVCache, Pages
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.latent import LatentAttention
 from fp8rl_jax.models.moe import mixture
-from fp8rl_jax.models.policy import FeedForward, Layer, Policy, Tensor, equal_runs, run_of_layers
+from fp8rl_jax.models.policy import (
+    FeedForward,
+    Layer,
+    Policy,
+    Tensor,
+    Weight,
+    equal_runs,
+    run_of_layers,
+)
+from fp8rl_jax.parallel import DECODE_RULES, constrain, left_inside, policy_shardings
 from fp8rl_jax.precision import Compute, as_weight, multiply_all
 from pallas_kernels.matmul import flatten_many_rows
+from pallas_kernels.rounding import rounded
 
 
 def mixer_of(config: PolicyConfig) -> type[Attention]:
@@ -73,13 +84,14 @@ class TransformerLayer:
         before_attention, after_attention, before_mlp, after_mlp = layer.norms
         attended, block, observed = self.mixer(self.norm(x, before_attention), layer, part, inputs)
         add = self.compute.add
-        x = add(x, self.norm(attended, after_attention))
+        x = on_batch_axes(add(x, self.norm(attended, after_attention)))
         normed, routes = self.norm(x, before_mlp), None
         if layer.experts is None:
             mixed = self.mlp(normed, layer)
         else:
             mixed, routes = self.mixture(normed, layer, inputs.routes)
-        return add(x, self.norm(mixed, after_mlp)), LayerOutputs(block, observed, routes)
+        x = on_batch_axes(add(x, self.norm(mixed, after_mlp)))
+        return x, LayerOutputs(block, observed, routes)
 
     def norm(self, x: Array, weight: Tensor | None, eps: float | None = None) -> Array:
         """RMSNorm over the last axis; x itself where the layer has no such norm."""
@@ -95,6 +107,12 @@ class TransformerLayer:
         Weights of one kind share a prepared input, which is quantized once and kept once for the
         backward.
         """
+        # sums of exact mode have an order of their own, which XLA keeps
+        if (axes := left_inside()) and not self.compute.exact:
+            return _over_axes(axes, self._project, x, weights)
+        return self._project(x, weights, x.dtype)
+
+    def _project(self, x: Array, weights: Sequence[Tensor], out_dtype: jnp.dtype) -> list[Array]:
         rows = flatten_many_rows(x)
         operands = [as_weight(w.value) for w in weights]
         kinds = [jax.tree.structure(weight) for weight in operands]
@@ -103,7 +121,7 @@ class TransformerLayer:
             own = [i for i, other in enumerate(kinds) if other == kind]
             alike = [operands[i] for i in own]
             prepared = self.prepare(rows, alike[0])
-            products = multiply_all(prepared, alike, x.dtype, self.compute)
+            products = multiply_all(prepared, alike, out_dtype, self.compute)
             out |= zip(own, products, strict=True)
         return [out[i].reshape(*x.shape[:-1], -1) for i in range(len(weights))]
 
@@ -128,6 +146,60 @@ class TransformerLayer:
 
     def routed(self, x: Array, layer: Layer, routes: Array | None) -> tuple[Array, Array]:
         return mixture(x, layer, self.config.mixture, self.compute, routes)
+
+
+def _over_axes(
+    axes: tuple[str, ...], project: Callable, x: Array, weights: Sequence[Tensor]
+) -> list[Array]:
+    """`project` inside of a `jax.shard_map` that leaves some axes to XLA, which would gather the
+    weights of kernels: in another one over these, each device with its part of each weight."""
+    mesh, whole = jax.sharding.get_abstract_mesh(), PartitionSpec()
+    kinds = [_split_of(weight, axes, mesh) for weight in weights]
+    out: dict[int, Array] = {}
+    for kind in dict.fromkeys(kinds):
+        own = [i for i, other in enumerate(kinds) if other == kind]
+        alike = [weights[i] for i in own]
+        over, contracted = kind
+        if not over:
+            out |= zip(own, project(x, alike, x.dtype), strict=True)
+            continue
+        last = PartitionSpec(*(None,) * (x.ndim - 1), over)
+        placed = jax.tree.map(lambda s: s.spec, policy_shardings(alike, mesh, DECODE_RULES))
+
+        def run(x, alike, over=over, contracted=contracted):
+            if not contracted:
+                return project(x, alike, x.dtype)
+            # added up in float32 and rounded once, as on one device
+            sums = lax.psum(project(x, alike, jnp.float32), over)
+            return [rounded(total, x.dtype) for total in sums]
+
+        products = jax.shard_map(
+            run,
+            in_specs=(last if contracted else whole, placed),
+            out_specs=whole if contracted else last,
+            axis_names=set(axes),
+            check_vma=False,
+        )(x, alike)
+        out |= zip(own, products, strict=True)
+    return [out[i] for i in range(len(weights))]
+
+
+def _split_of(
+    weight: Tensor, axes: tuple[str, ...], mesh: jax.sharding.AbstractMesh
+) -> tuple[tuple[str, ...], bool]:
+    """Of those axes, the ones that split a weight, and whether they split what is contracted; none
+    where a block of its scales is of two devices."""
+    if not isinstance(weight, Weight):
+        return (), False
+    values, *scales = [
+        tuple(s.spec) for s in jax.tree.leaves(policy_shardings(weight, mesh, DECODE_RULES))
+    ]
+    sides = values[-2:] + (None,) * (2 - len(values[-2:]))
+    for contracted, entry in enumerate(sides):
+        over = (entry,) if isinstance(entry, str) else entry or ()
+        if over and set(over) <= set(axes) and all(entry in spec for spec in scales):
+            return over, bool(contracted)
+    return (), False
 
 
 class ForwardResult(NamedTuple):
@@ -295,7 +367,16 @@ def _check(policy: Policy, tokens, cache: KVCache, routes, observe) -> None:
 def embed(policy: Policy, tokens: Int[Array, "b t"]) -> Float[Array, "b t hidden"]:
     """Look up what enters the first layer."""
     x, scale = jnp.take(policy.embed_tokens.value, tokens, axis=0), policy.config.embedding_scale
-    return x if scale is None else policy.compute.scale(x, scale)
+    return on_batch_axes(x if scale is None else policy.compute.scale(x, scale))
+
+
+def on_batch_axes(x: Float[Array, "b t hidden"]) -> Float[Array, "b t hidden"]:
+    """Keep the rows of hidden states on the devices that have their tokens.
+
+    Left to itself XLA may follow the weights, which fsdp splits along `hidden`: then every device
+    computes all rows, and adds up activations.
+    """
+    return constrain(x, "batch", None, None)
 
 
 def layer_inputs(

@@ -2,7 +2,8 @@
 
 The output head is applied to a few positions at a time; the backward pass recomputes those logits
 instead of keeping them. Where all logits are few, one pass makes and keeps them: a fourth of the
-head's products less.
+head's products less. On a mesh each device scores its own rows: the head is gathered once, and its
+gradient added up once, however many parts there are.
 
 With sampling replay (DeepSeek-V3.2, arXiv 2512.02556, "keep sampling mask") the softmax is over
 each token's support S, what truncated sampling could have drawn there, and not over the vocabulary:
@@ -18,9 +19,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from fp8rl_jax.models.policy import Policy
+from fp8rl_jax.parallel import splitting_axes
 from fp8rl_jax.precision import Compute
 
 KEPT_LOGITS = 2**26
@@ -74,7 +77,7 @@ def token_logprobs(
         policy: its output head, and how it computes.
         targets: token ids.
         temperature: the logits are divided by it.
-        chunk: tokens whose logits exist at one time (`positions_at_once`).
+        chunk: tokens of a device whose logits exist at one time (`positions_at_once`).
         entropy_gradient: let gradients flow through the entropies, for an entropy bonus; it costs a
             pass over the logits.
         support: of each token [b, t, k], over which the softmax is; default: the vocabulary.
@@ -83,18 +86,30 @@ def token_logprobs(
         (log-probabilities, entropies in nats), float32 [b, t]; as `scores` where a target is not
         in its support.
     """
-    head, compute = policy.head, policy.compute
+    compute = policy.compute
+
+    def score(head, temperature, hidden, targets, support):
+        logits = compute.product(hidden, head)
+        return scores(compute, logits, targets, temperature, support, entropy_gradient)
+
+    run = partial(_in_parts, score, chunk)
+    if axes := splitting_axes(len(hidden)):
+        whole, rows = PartitionSpec(), PartitionSpec(axes)
+        specs = (whole, whole, rows, rows, rows)
+        run = jax.shard_map(
+            run, in_specs=specs, out_specs=rows, axis_names=set(axes), check_vma=False
+        )
+    return run(policy.head, jnp.asarray(temperature, jnp.float32), hidden, targets, support)
+
+
+def _in_parts(score, chunk: int, head, temperature, hidden, targets, support):
+    """`score` of a device's rows, some positions of each at a time."""
     b, t, _ = hidden.shape
     width = positions_at_once(b, t, head.shape[0], chunk)
     count = -(-t // width)
     padding = count * width - t
-
-    def score(head, hidden, targets, support):
-        logits = compute.product(hidden, head)
-        return scores(compute, logits, targets, temperature, support, entropy_gradient)
-
     if count == 1:
-        return score(head, hidden, targets, support)
+        return score(head, temperature, hidden, targets, support)
     recomputed = jax.checkpoint(score)
 
     def split(x):
@@ -102,7 +117,9 @@ def token_logprobs(
         return jnp.moveaxis(x.reshape(b, count, width, *x.shape[2:]), 1, 0)
 
     parts = jax.tree.map(split, (hidden, targets, support))
-    _, (logprobs, entropy) = lax.scan(lambda _, xs: (None, recomputed(head, *xs)), None, parts)
+    _, (logprobs, entropy) = lax.scan(
+        lambda _, xs: (None, recomputed(head, temperature, *xs)), None, parts
+    )
 
     def joined(x):
         return jnp.moveaxis(x, 0, 1).reshape(b, count * width)[:, :t]

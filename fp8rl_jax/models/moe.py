@@ -21,7 +21,6 @@ each other's, each runs the experts that it holds, and the partial sums are scat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,12 +28,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.models.config import ExpertsConfig
 from fp8rl_jax.models.policy import FeedForward, Layer
-from fp8rl_jax.parallel import DEFAULT_RULES
+from fp8rl_jax.parallel import DEFAULT_RULES, left_to_xla, splitting_axes
 from fp8rl_jax.precision import Compute, as_weight
 from pallas_kernels.rounding import rounded
 
@@ -151,16 +150,10 @@ def _run(x, ids, weights, experts: FeedForward, first=0, *, compute: Compute, pr
 
 def _on_mesh(run, x, ids, weights, experts: FeedForward):
     """`run` on each device's rows and experts; without a mesh, or on one device, just `run`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    auto = {
-        a
-        for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Auto and mesh.shape[a] > 1
-    }
-    holders = tuple(a for a in DEFAULT_RULES.mesh_axes("experts") if a in auto)
-    splitters = tuple(a for a in DEFAULT_RULES.mesh_axes("batch") if a in auto)
-    if x.shape[0] % math.prod(mesh.shape[a] for a in splitters):
-        splitters = ()  # an odd batch, of an evaluation: every device runs all rows
+    auto = left_to_xla()
+    holders = tuple(axis for axis in DEFAULT_RULES.mesh_axes("experts") if axis in auto)
+    # an odd batch, of an evaluation: every device runs all rows
+    splitters = splitting_axes(x.shape[0])
     if not holders and not splitters:
         return rounded(run(x, ids, weights, experts), x.dtype)
     gathered = tuple(a for a in holders if a in splitters)

@@ -22,16 +22,28 @@ from fp8rl_jax.parallel.placement import (
     shard_policy,
     split_batch,
 )
-from fp8rl_jax.parallel.rules import DEFAULT_RULES, ShardingRules, constrain, scale_spec
+from fp8rl_jax.parallel.rules import (
+    DECODE_RULES,
+    DEFAULT_RULES,
+    ShardingRules,
+    by_parts,
+    constrain,
+    left_inside,
+    left_to_xla,
+    scale_spec,
+    splitting_axes,
+)
 from fp8rl_jax.parallel.watch import PROGRESS
 
 __all__ = [
     "AXES",
+    "DECODE_RULES",
     "DEFAULT_RULES",
     "PROGRESS",
     "ShardingRules",
     "batch_sharding",
     "batch_shards",
+    "by_parts",
     "check_batch",
     "check_same",
     "checksums",
@@ -40,6 +52,8 @@ __all__ = [
     "initialize",
     "is_main_process",
     "leave_on_failure",
+    "left_inside",
+    "left_to_xla",
     "make_mesh",
     "marks",
     "mixed",
@@ -50,6 +64,7 @@ __all__ = [
     "shard_policy",
     "shared_faults",
     "split_batch",
+    "splitting_axes",
     "sum_over_processes",
     "to_global",
     "to_host",

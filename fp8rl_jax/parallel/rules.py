@@ -9,7 +9,9 @@ function on any mesh.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
@@ -103,6 +105,8 @@ class ShardingRules:
 
 
 DEFAULT_RULES = ShardingRules()
+DECODE_RULES = replace(DEFAULT_RULES, embed=None)
+"""Where the weights of a decode loop live, which would gather them in each of its steps."""
 
 
 def scale_spec(
@@ -147,13 +151,8 @@ def constrain(x: jax.Array, *axes: str | None, rules: ShardingRules = DEFAULT_RU
     Args:
         axes: one name for each axis of x; None keeps that axis whole.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    auto = {
-        axis
-        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Auto
-    }
-    if mesh.empty or not auto or mesh.size == 1:
+    mesh, auto = jax.sharding.get_abstract_mesh(), left_to_xla()
+    if not auto:
         return x
     if len(axes) != x.ndim:
         raise ValueError(f"constrain: {len(axes)} axis names {axes} for shape {x.shape}")
@@ -162,6 +161,77 @@ def constrain(x: jax.Array, *axes: str | None, rules: ShardingRules = DEFAULT_RU
         chosen = tuple(axis for axis in rules.mesh_axes(logical) if axis in auto)
         entries.append(chosen if side % _parts(chosen, mesh) == 0 else PartitionSpec.UNCONSTRAINED)
     return jax.lax.with_sharding_constraint(x, _partition_spec(entries))
+
+
+def splitting_axes(rows: int, rules: ShardingRules = DEFAULT_RULES) -> tuple[str, ...]:
+    """Find the mesh axes over which so many rows are split, for a `jax.shard_map` over these.
+
+    None without a mesh, inside of such a `shard_map`, and where the rows do not divide: every
+    device then has all of them.
+    """
+    mesh, auto = jax.sharding.get_abstract_mesh(), left_to_xla()
+    axes = tuple(axis for axis in rules.mesh_axes("batch") if axis in auto)
+    return () if rows % _parts(axes, mesh) else axes
+
+
+def by_parts(
+    function: Callable[..., Any],
+    operands: tuple[Any, ...],
+    axes: tuple[tuple[str | None, ...] | None, ...],
+    results: Any,
+    rules: ShardingRules = DEFAULT_RULES,
+) -> Any:
+    """Run function(*operands) on each device's part of them, in a `jax.shard_map`.
+
+    For what needs no exchange, such as attention of rows and heads, and holds kernels, which XLA
+    does not split. Without a mesh, on one device, and where no axis is left to XLA, it is called as
+    it is.
+
+    Args:
+        operands: arrays, or trees of them: all that `function` reads.
+        axes: of each operand the logical names of the axes that its arrays have, None where one
+            stays whole, or None where the operand does. A name of which one array does not divide
+            by its mesh axes is whole in all of them.
+        results: a tree of such names, of the results.
+    """
+    mesh, auto = jax.sharding.get_abstract_mesh(), left_to_xla()
+    if not auto:
+        return function(*operands)
+    split: dict[str | None, tuple[str, ...]] = {None: ()}
+    for tree, names in zip(operands, axes, strict=True):
+        for x in jax.tree.leaves(tree) if names else ():
+            for name, side in zip(names or (), x.shape, strict=True):
+                chosen = tuple(axis for axis in rules.mesh_axes(name) if axis in auto)
+                fits = side % _parts(chosen, mesh) == 0
+                split[name] = split.get(name, chosen) if fits else ()
+
+    def spec(names: tuple[str | None, ...] | None) -> PartitionSpec:
+        # an operand without arrays may name axes that no array has
+        return _partition_spec([split.get(name, ()) for name in names or ()])
+
+    def is_names(node: Any) -> bool:
+        return isinstance(node, tuple) and all(x is None or isinstance(x, str) for x in node)
+
+    given, out = tuple(map(spec, axes)), jax.tree.map(spec, results, is_leaf=is_names)
+    return jax.shard_map(
+        function, in_specs=given, out_specs=out, axis_names=set(auto), check_vma=False
+    )(*operands)
+
+
+def left_inside() -> tuple[str, ...]:
+    """Find the axes that a `jax.shard_map` around this leaves to XLA, none outside of one.
+
+    There kernels cannot say how they are split (pallas_kernels.partition).
+    """
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    return left_to_xla() if AxisType.Manual in kinds else ()
+
+
+def left_to_xla() -> tuple[str, ...]:
+    """Find the axes of the enclosing mesh along which XLA splits arrays."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1)
 
 
 def _axes(entry) -> tuple[str, ...]:

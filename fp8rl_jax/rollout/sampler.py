@@ -27,7 +27,7 @@ from fp8rl_jax.models.forms import predequantized
 from fp8rl_jax.models.forward import forward, mixer_of
 from fp8rl_jax.models.logprobs import Support, token_logprobs
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.parallel import constrain
+from fp8rl_jax.parallel import DECODE_RULES, ShardingRules, constrain, policy_shardings
 from fp8rl_jax.precision import element_dtype
 from fp8rl_jax.rollout.sampling import Sampling, draw
 from pallas_kernels.decode_attention import whole_slots
@@ -168,7 +168,7 @@ def generate(
     Raises:
         ValueError: `expert_ids` of a policy that has no experts.
     """
-    policy = predequantized(policy)
+    policy = for_decode(policy)
     fixed, state = _begin(
         policy,
         prompts,
@@ -202,7 +202,7 @@ def stream(
     Yields:
         The completions so far; the last are those that `generate` returns.
     """
-    policy = _predequantized_alone(policy)
+    policy = _for_decode_alone(policy)
     fixed, state = _begin_alone(
         policy,
         *inputs,
@@ -419,6 +419,17 @@ def rows_of(prompts: Int[Array, " q"] | Int[np.ndarray, " q"], samples: int) -> 
     return (prompts[:, None] * samples + np.arange(samples)).reshape(-1)
 
 
+def for_decode(policy: Policy, rules: ShardingRules = DECODE_RULES) -> Policy:
+    """Bring weights into the form that a decode loop multiplies, and to where it multiplies them.
+
+    Both once: its steps would do it again and again.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.size > 1:
+        policy = lax.with_sharding_constraint(policy, policy_shardings(policy, mesh, rules))
+    return predequantized(policy)
+
+
 def cache_dtype(policy: Policy) -> jnp.dtype:
     """Find what keys and values are stored in."""
     key = policy.compute.key
@@ -451,6 +462,6 @@ def row_keys(key: Key[Array, ""], prompt_ids: Int[Array, " p"], samples: int) ->
     return keys.reshape(-1)
 
 
-_predequantized_alone = jax.jit(predequantized)
+_for_decode_alone = jax.jit(for_decode)
 _begin_alone = jax.jit(_begin, static_argnames=("samples", "expert_ids", "prompt_logprobs"))
 _proceed_alone = jax.jit(_proceed, donate_argnames="state")

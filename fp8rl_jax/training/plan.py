@@ -49,11 +49,17 @@ from fp8rl_jax.models.forms import predequantized, rollout_policy
 from fp8rl_jax.models.logprobs import positions_at_once
 from fp8rl_jax.models.lora import join, split
 from fp8rl_jax.models.policy import Policy, init_policy, parameter_count
-from fp8rl_jax.parallel import DEFAULT_RULES, ShardingRules, batch_shards, policy_shardings
+from fp8rl_jax.parallel import (
+    DECODE_RULES,
+    DEFAULT_RULES,
+    ShardingRules,
+    batch_shards,
+    policy_shardings,
+)
 from fp8rl_jax.parallel.mesh import AXES
 from fp8rl_jax.precision.formats import in_blocks
 from fp8rl_jax.rollout.arrival import Arrival
-from fp8rl_jax.rollout.paged.host import WHOLE
+from fp8rl_jax.rollout.paged.host import PART_RULES
 from fp8rl_jax.rollout.paged.layout import choose_layout
 from fp8rl_jax.rollout.sampler import cache_dtype, loop_dtype
 from fp8rl_jax.training.adapters import adapt
@@ -210,13 +216,13 @@ def _rollout(
         widths = shape.head_dim - latent.rotary_dim + latent.value_dim + 2 * shape.attention_dim
         made = held * shape.num_heads * widths // tensor
         found["keys and values of one layer, made of latents (float32)"] = 4 * made
-    split = mesh.shape["fsdp"] * mesh.shape["expert"]
-    if r.engine == "paged" and split > 1:
-        whole = _device_bytes(served, mesh, WHOLE)
-        found["rollout weights, gathered for the decode loop"] = whole
-        split = 1
+    rules = PART_RULES if r.engine == "paged" else DECODE_RULES
+    gathered = _device_bytes(served, mesh, rules)
+    if gathered > _device_bytes(served, mesh):
+        found["rollout weights, gathered for the decode loop"] = gathered
     if unpacked := _unpacked_bytes(served):
-        parts = split * tensor
+        own = rules is DECODE_RULES and shape.experts is not None
+        parts = tensor * (mesh.shape["expert"] if own else 1)
         found["rollout weights unpacked for the decode loop"] = unpacked // parts
     part = _queries(r.max_prompt_tokens, r.max_prompt_tokens, None) / r.max_prompt_tokens
     prefill = _layer_activations(shape, tokens, r.max_prompt_tokens, dtype.itemsize, part) // tensor

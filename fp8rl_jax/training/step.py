@@ -241,7 +241,7 @@ def update(
         UserError: the correction needs old log-probabilities, and the batch has none.
     """
     trained, frozen = split(state.policy)
-    state, logprobs, metrics, _ = _update(
+    state, logprobs, metrics, _ = update_program(
         replace(state, policy=trained), frozen, batch, config, optimizer
     )
     return replace(state, policy=join(state.policy, frozen)), logprobs, metrics
@@ -263,14 +263,14 @@ def observed_update(
         What `update` returns, and the sums of each micro-batch, as `observe_qkv` gives them.
     """
     trained, frozen = split(state.policy)
-    state, *found, seen = _update(
+    state, *found, seen = update_program(
         replace(state, policy=trained), frozen, batch, config, optimizer, scales, True
     )
     return replace(state, policy=join(state.policy, frozen)), *found, seen
 
 
 @partial(jax.jit, static_argnames=("config", "observes"), donate_argnames="state")
-def _update(
+def update_program(
     state: TrainState,
     frozen: Policy | None,
     batch: Batch,

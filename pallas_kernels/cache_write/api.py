@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backend import Backend, choose
 from pallas_kernels.cache_write import reference
-from pallas_kernels.partition import partitioned
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 
@@ -37,7 +36,8 @@ def write_cache(
 
     A paged cache is the case in which `rows` are pages of `slots` tokens. Layers stacked before the
     rows are rows, too: reshape the cache and add layer * rows to `row`. Arrays that the caller
-    donates, or carries through a loop, are written in place.
+    donates, or carries through a loop, are written in place. Where a mesh splits them, call this
+    inside a `jax.shard_map`, with each device's own rows and heads: XLA cannot split the kernel.
 
     Args:
         keys, values: the cache, of one dtype: bfloat16 or float32 as it is, or FP8 with `scales`;
@@ -85,11 +85,8 @@ def write_cache(
     )
     arrays = (keys, values, k, v, cos, sin, row, slot, numbers)
     if q is None:
-        return partitioned(kernel, f"{OPERANDS} -> {RESULTS}", {}, WHOLE)(*arrays)
-    grouped = q.reshape(len(q), k.shape[1], -1, q.shape[2])
-    *cache, rotated = partitioned(
-        kernel, f"{OPERANDS}, {QUERIES} -> {RESULTS}, {QUERIES}", {}, WHOLE
-    )(*arrays, grouped)
+        return kernel(*arrays)
+    *cache, rotated = kernel(*arrays, q.reshape(len(q), k.shape[1], -1, q.shape[2]))
     return *cache, rotated.reshape(q.shape)
 
 
@@ -108,12 +105,6 @@ def move_tokens(
             all reads come before the writes.
     """
     return reference.move(cache, source, target)
-
-
-# On a mesh heads are split, and queries with the keys that they meet. A place is one of the whole
-# cache: where rows are split, the caller's shard_map counts its own.
-OPERANDS, RESULTS = "r h s d, r h s d, t h d, t h d, t f, t f, t, t, z h", "r h s d, r h s d"
-QUERIES, WHOLE = "t h g d", ("r", "s", "d", "t", "f", "z", "g")
 
 
 def _check(keys, values, k, v, cos, sin, row, slot, scales, q, query_scale, dtype):

@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention.reference import check_scale
 from pallas_kernels.backend import Backend, choose, resolve
 from pallas_kernels.decode_attention import cpu, reference
-from pallas_kernels.partition import partitioned
 
 OPERATION = "decode_attention"
 
@@ -74,7 +73,8 @@ def decode_attention(
     and the page size alone (Flash-Decoding's split, Dao et al., 2023; scales as in
     FlashAttention-3, arXiv 2407.08608, section 3.3). It takes head_dim 64, 96 and 128, queries and
     keys of one dtype, pages of a multiple of 64 slots, or one page a row; a cache whose rows have
-    no multiple of 8 slots is copied first.
+    no multiple of 8 slots is copied first. Where a mesh splits the cache, call this inside a
+    `jax.shard_map`, with each device's own rows and heads: XLA cannot split the kernel.
 
     Args:
         query: after rotation; e4m3 where the keys are.
@@ -108,7 +108,7 @@ def decode_attention(
 
     if choose(OPERATION, backend, hopper.lacks(query, caches)) == "reference":
         return reference.decode_attention(*inputs)
-    return by_heads(hopper.decode_attention, *inputs)
+    return hopper.decode_attention(*inputs)
 
 
 def whole_slots(slots: int, backend: Backend = "auto") -> int:
@@ -118,54 +118,6 @@ def whole_slots(slots: int, backend: Backend = "auto") -> int:
     are asked for.
     """
     return -(-slots // 8) * 8 if resolve(backend, OPERATION) == "hopper" else slots
-
-
-def by_heads(kernel, query, caches, score, value, window, out_dtype):
-    """Run `kernel` with the heads split over the mesh.
-
-    A page number is one of the whole cache: where rows are split, the caller's shard_map counts its
-    own.
-    """
-    arrays, axes = (
-        [query.reshape(len(query), caches[0].keys.shape[1], -1, query.shape[2])],
-        ["s h g d"],
-    )
-    for i, cache in enumerate(caches):
-        arrays += [cache.keys, cache.values, cache.lengths]
-        axes += [f"c{i} h t{i} d"] * 2 + [f"r{i}"]
-        if cache.pages is not None:
-            arrays, axes = [*arrays, cache.pages], [*axes, f"r{i} p{i}"]
-    kv_heads = caches[0].keys.shape[1]
-    scales = [jnp.broadcast_to(jnp.asarray(x, jnp.float32), kv_heads) for x in (score, value)]
-    limits = (
-        jnp.zeros(0, jnp.int32) if window is None else jnp.asarray(window, jnp.int32).reshape(1)
-    )
-
-    def run(grouped, *rest):
-        *rest, scales, limits = rest
-        rest, held = iter(rest), []
-        for cache in caches:
-            keys, values, lengths = (next(rest) for _ in range(3))
-            held.append(
-                KeyValues(
-                    keys,
-                    values,
-                    lengths,
-                    None if cache.pages is None else next(rest),
-                    cache.page_size,
-                )
-            )
-        flat = grouped.reshape(len(grouped), -1, grouped.shape[3])
-        out = kernel(
-            flat, held, scales[0], scales[1], limits[0] if limits.size else None, out_dtype
-        )
-        return out.reshape(grouped.shape)
-
-    whole = tuple({name for names in (*axes, "n w") for name in names.split()} - {"h"})
-    out = partitioned(run, f"{', '.join(axes)}, n h, w -> s h g d", {}, whole)(
-        *arrays, jnp.stack(scales), limits
-    )
-    return out.reshape(query.shape)
 
 
 def combine_score_scales(score_scale: float, query_scale, key_scale):

@@ -17,13 +17,7 @@ from pallas_kernels import Blocks, QTensor
 from pallas_kernels.attention import KeyBlock
 from pallas_kernels.attention import hopper as attention_hopper
 from pallas_kernels.attention import reference as attention_reference
-from pallas_kernels.cache_write import reference as cache_reference
-from pallas_kernels.cache_write.api import OPERANDS, QUERIES, RESULTS, WHOLE
-from pallas_kernels.cache_write.cases import SMALL as CACHE_CASES
-from pallas_kernels.decode_attention import KeyValues
 from pallas_kernels.decode_attention import hopper as decode_hopper
-from pallas_kernels.decode_attention import reference as decode_reference
-from pallas_kernels.decode_attention.api import by_heads
 from pallas_kernels.grouped_matmul import reference as grouped_reference
 from pallas_kernels.matmul import reference
 from pallas_kernels.partition import partitioned
@@ -151,75 +145,6 @@ def quantizer_of_few_rows(mesh) -> list[str]:
         )
 
 
-def cache(mesh) -> tuple[float, list[str], list[list[int]]]:
-    """A step of decoding with its heads split: rows of the cache and tokens are whole."""
-    [case] = [case for case in CACHE_CASES if case.name == "decode"]
-    arrays = case.arguments(jax.random.key(4))
-    heads = P(None, "tensor")
-    specs = [heads] * 4 + [P()] * 4 + [heads, P()]
-    *arrays, key_scale, value_scale, query_scale = arrays
-    scales = jnp.stack([key_scale, value_scale, query_scale])[:, None]
-    arrays = [*arrays, jnp.broadcast_to(scales, (3, arrays[0].shape[1]))]
-
-    def write(keys, values, k, v, cos, sin, row, slot, scales, q):
-        queries = q.reshape(len(q), -1, q.shape[-1])
-        *written, turned = cache_reference.write_cache(
-            *(keys, values, k, v, cos, sin, row, slot),
-            (scales[0], scales[1]),
-            queries,
-            scales[2],
-            keys.dtype,
-        )
-        return *written, turned.reshape(q.shape)
-
-    arrays[8] = arrays[8].reshape(12, 2, 2, 64)
-    arrays[8], arrays[9] = arrays[9], arrays[8]
-    specs[8], specs[9] = specs[9], specs[8]
-    placed = [
-        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
-    ]
-    with jax.set_mesh(mesh):
-        kernel = partitioned(write, f"{OPERANDS}, {QUERIES} -> {RESULTS}, {QUERIES}", {}, WHOLE)
-        compiled = jax.jit(lambda *a: kernel(*a)).lower(*placed).compile()
-    out = compiled(*placed)
-    apart = max(
-        float(np.abs(np.float32(a) - np.float32(b)).max())
-        for a, b in zip(out, write(*arrays), strict=True)
-    )
-    return apart, _collectives(compiled), [list(x.addressable_shards[0].data.shape) for x in out]
-
-
-def attention(mesh) -> tuple[float, list[str], list[int]]:
-    """Decode attention over two caches, one of them paged, with a window; the reference stands for
-    the kernel."""
-    keys = jax.random.split(jax.random.key(5), 5)
-    query, *held = (
-        jax.random.normal(k, shape)
-        for k, shape in zip(
-            keys, ((4, 8, 32), *[(2, 4, 16, 32)] * 2, *[(6, 4, 64, 32)] * 2), strict=True
-        )
-    )
-    pages = jnp.asarray([[0, 1], [2, 3], [4, 5], [1, 0]], jnp.int32)
-    caches = (
-        KeyValues(*held[:2], jnp.asarray([5, 16], jnp.int32)),
-        KeyValues(*held[2:], jnp.asarray([3, 70, 0, 128], jnp.int32), pages, 64),
-    )
-    numbers = (0.2, 1.0, jnp.int32(9), jnp.float32)
-    heads, whole = NamedSharding(mesh, P(None, "tensor")), NamedSharding(mesh, P())
-    placed = jax.tree.map(
-        lambda x: jax.device_put(x, heads if x.ndim > 2 else whole), (query, caches)
-    )
-    with jax.set_mesh(mesh):
-        compiled = (
-            jax.jit(lambda *a: by_heads(decode_reference.decode_attention, *a, *numbers))
-            .lower(*placed)
-            .compile()
-        )
-    out = compiled(*placed)
-    apart = np.abs(out - decode_reference.decode_attention(query, caches, *numbers)).max()
-    return float(apart), _collectives(compiled), list(out.addressable_shards[0].data.shape)
-
-
 def prefill(mesh) -> tuple[float, list[str], list[int]]:
     """Prefill in decode's key order over a shared and an own block; the reference stands for the
     kernel."""
@@ -287,9 +212,8 @@ def main() -> None:
     found |= experts(mesh) | {
         "quantizer": quantizer(mesh),
         "few_rows": quantizer_of_few_rows(mesh),
-        "cache": cache(mesh),
     }
-    found |= {"attention": attention(mesh), "prefill": prefill(mesh)}
+    found["prefill"] = prefill(mesh)
     print(json.dumps(found))
 
 

@@ -86,17 +86,6 @@ def test_a_block_that_no_scale_counts_splits_nothing(printed):
 
 
 @pytest.mark.slow
-def test_attention_is_split_by_heads(printed):
-    difference, found, shard = printed["attention"]
-    assert difference < 1e-6 and found == [] and shard == [4, 4, 32]
-
-
-@pytest.mark.slow
 def test_prefill_is_split_by_rows_and_heads(printed):
     difference, found, shard = printed["prefill"]
     assert difference < 1e-6 and found == [] and shard == [2, 5, 4, 32]
-
-
-@pytest.mark.slow
-def test_a_cache_is_split_by_heads(printed):
-    assert printed["cache"] == [0.0, [], [[5, 1, 16, 64], [5, 1, 16, 64], [12, 1, 2, 64]]]

@@ -124,7 +124,7 @@ def test_an_expert_axis_splits_the_batch_too():
         check_batch(6, mesh, "rollout.prompts_per_step")
     with jax.sharding.use_abstract_mesh(mesh):
         (laid,) = jax.make_jaxpr(lambda x: constrain(x, "batch", None))(jnp.ones((8, 3))).eqns
-    assert laid.params["sharding"].spec == PartitionSpec(("data", "fsdp", "expert"), None)
+    assert laid.params["sharding"].spec == PartitionSpec(("data", "expert"), None)
 
 
 def test_constrain_without_a_mesh_is_the_identity():

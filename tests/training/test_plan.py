@@ -31,7 +31,7 @@ from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.learner import step_config
 from fp8rl_jax.training.plan import PHASES, heard, memory_plan, mesh_sizes, what_fits
 from fp8rl_jax.training.state import init_state, make_optimizer
-from fp8rl_jax.training.step import Batch, StepConfig, _supervised_update, _update
+from fp8rl_jax.training.step import Batch, StepConfig, _supervised_update, update_program
 from fp8rl_jax.training.text import TextRows
 from fp8rl_jax.weights.hf_config import read_policy_config
 
@@ -86,7 +86,9 @@ def test_update_needs_what_xla_says(shape, config):
         remat=config.trainer.remat == "layer",
         logprob_chunk=64,
     )
-    found = _update.lower(state, None, batch, settings, optimizer).compile().memory_analysis()
+    found = (
+        update_program.lower(state, None, batch, settings, optimizer).compile().memory_analysis()
+    )
     batch_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(batch))
     carried = (
         plan.always["masters (float32)"]

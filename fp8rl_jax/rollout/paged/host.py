@@ -10,19 +10,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int, Key
 
 from fp8rl_jax.models.cache import empty_cache
-from fp8rl_jax.models.forms import predequantized
 from fp8rl_jax.models.policy import Policy
-from fp8rl_jax.parallel import DEFAULT_RULES, PROGRESS, policy_shardings, split_batch, to_host
+from fp8rl_jax.parallel import (
+    DECODE_RULES,
+    DEFAULT_RULES,
+    PROGRESS,
+    policy_shardings,
+    split_batch,
+    to_host,
+)
 from fp8rl_jax.rollout.paged.layout import Layout
 from fp8rl_jax.rollout.paged.programs import catch_up, load, run, shrink, with_signals
 from fp8rl_jax.rollout.paged.reuse import begin_turn, kept_pages, stays
 from fp8rl_jax.rollout.paged.state import Counters, Kept, Loaded, Queue, Rows, State, begin
-from fp8rl_jax.rollout.sampler import Prompts, Rollout, cache_dtype, row_keys
+from fp8rl_jax.rollout.sampler import Prompts, Rollout, cache_dtype, for_decode, row_keys
 from fp8rl_jax.rollout.sampling import Sampling
 
 
@@ -62,6 +67,34 @@ def generate(
     )
     for seen in _states(policy, queue, state, signals, sampling, layout, every):
         yield Rollout(prompts, **_found(seen.rows, seen.loaded, seen.counters))
+
+
+def lower_decode(
+    policy: Policy, prompts: Prompts, samples: int, sampling: Sampling, layout: Layout
+) -> jax.stages.Lowered:
+    """Lower the program that decodes, from shapes with shardings, on the enclosing mesh.
+
+    Args:
+        policy, samples, sampling, layout: as `generate` takes them.
+    """
+    served = jax.eval_shape(_gather, policy)
+    if _parts():
+        mesh = jax.sharding.get_abstract_mesh()
+        served = jax.tree.map(
+            lambda x, sharding: x.update(sharding=sharding),
+            served,
+            policy_shardings(served, mesh, PART_RULES),
+        )
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    keys = jax.eval_shape(partial(_row_keys, samples=samples), key, prompts.ids)
+    each = jax.ShapeDtypeStruct(prompts.lengths.shape, jnp.int32)
+    longest = partial(_queue, longest=sampling.max_new_tokens)
+    queue = jax.eval_shape(longest, prompts, each, keys, None)
+    state, _ = jax.eval_shape(
+        lambda *given: _begin(*given, None, sampling, samples, layout, False, False), served, queue
+    )
+    steps = jax.ShapeDtypeStruct((), jnp.int32)
+    return _run.lower(served, queue, state, sampling, steps, layout, 0)
 
 
 def go_on(
@@ -165,10 +198,6 @@ _SHRINK, _SHRINK_FROM = 4, 64
 have this many tokens: each number of slots is a program to compile."""
 
 
-WHOLE = replace(DEFAULT_RULES, embed=None, experts=None)
-"""Where the weights of a decode loop live: whole in each part of the batch."""
-
-
 def _parts() -> tuple[str, ...]:
     """Axes of the mesh that split a batch."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -204,6 +233,11 @@ def _by_parts(function: Callable) -> Callable:
     return run
 
 
+PART_RULES = replace(DECODE_RULES, experts=None)
+"""Where these programs have their weights: whole in each part of the batch, which exchanges nothing
+with others."""
+
+
 def _gathered(policy: Policy) -> Policy:
     """Bring the weights into the form that the programs multiply; the same arrays where they are
     in it."""
@@ -213,10 +247,7 @@ def _gathered(policy: Policy) -> Policy:
 
 @jax.jit
 def _gather(policy: Policy) -> Policy:
-    if _parts():
-        mesh = jax.sharding.get_abstract_mesh()
-        policy = lax.with_sharding_constraint(policy, policy_shardings(policy, mesh, WHOLE))
-    return predequantized(policy)
+    return for_decode(policy, PART_RULES)
 
 
 _row_keys = jax.jit(row_keys, static_argnames="samples")

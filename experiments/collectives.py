@@ -1,0 +1,143 @@
+"""What devices send each other, and what memory takes, in programs compiled for Hopper on a machine
+without one: `python -m experiments.collectives`.
+
+Updates and rollouts of Qwen3's shapes, for meshes of H200s, by XLA's own partitioner. Bytes are
+those that one device sends over a ring: of an update, and of a token of the decode loop. It needs
+`make toolchain`. Programs that the record has stay as they are unless `--again`; each takes a
+minute or two.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from experiments.benchmarks.machine import facts
+from experiments.command import run_command
+from pallas_kernels.check.compile import SMS, TARGET, activate_toolchain
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "experiments" / "results" / "collectives.json"
+SHAPES = ROOT / "experiments" / "shapes"
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program: of an update, or of a rollout by an engine."""
+
+    what: str
+    recipe: str
+    shape: str
+    mesh: dict[str, int]
+    prompts: int = 32
+
+    @property
+    def name(self) -> str:
+        sizes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+        return f"{self.what}, {self.recipe}, {self.shape}, {sizes}"
+
+
+EIGHT = ({"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 8})
+PROGRAMS = (
+    *(Program("update", "bf16", "qwen3-8b", mesh) for mesh in EIGHT[:2]),
+    *(Program("update", "jet-rl", "qwen3-8b", mesh) for mesh in EIGHT[:2]),
+    Program("update", "bf16", "qwen3-32b", {"fsdp": 32}, 128),
+    *(
+        Program(f"{engine} rollout", "fp8-rl", "qwen3-8b", mesh)
+        for engine in ("static", "paged")
+        for mesh in EIGHT
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Programs compiled for H200s, and what they send."""
+
+    only: str = ""
+    """Programs whose name has this in it; empty: all."""
+    again: bool = False
+    """Compile what the record has, too."""
+    output: Path = RECORD
+    """Record that is added to."""
+
+
+def compiled(program: Program) -> dict[str, Any]:
+    """Compile a program, and read what it sends and holds."""
+    from jax._src.cudnn import fused_attention_stablehlo
+    from jax.experimental import topologies
+
+    from fp8rl_jax.config.run import MeshConfig, RolloutConfig, RunConfig
+    from fp8rl_jax.config.training import TrainerConfig
+    from fp8rl_jax.parallel import make_mesh
+    from fp8rl_jax.parallel.collectives import collectives, sent_over
+    from fp8rl_jax.training.ahead import lower_rollout, lower_update
+    from fp8rl_jax.training.plan import memory_plan
+    from fp8rl_jax.weights.hf_config import read_policy_config
+    from pallas_kernels.backend import tracing_for
+
+    # asked when cuDNN's attention is lowered, for what it can do; the library is not needed
+    fused_attention_stablehlo.check_cudnn_version = lambda: 91300  # ty: ignore[invalid-assignment]
+    shape = read_policy_config(SHAPES / program.shape)
+    config = RunConfig(
+        recipe=program.recipe,
+        compute_dtype="bfloat16",
+        mesh=replace(MeshConfig(data=1), **program.mesh),
+        rollout=RolloutConfig(program.prompts, 8, 512, 512, decode_layers="scan"),
+        trainer=TrainerConfig(remat="layer"),
+    )
+    engine = program.what.rpartition(" ")[0]
+    if engine:
+        config = replace(config, rollout=replace(config.rollout, engine=engine))
+    sizes = {axis: getattr(config.mesh, axis) for axis in ("data", "fsdp", "expert", "tensor")}
+    count = math.prod(sizes.values())
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{count}"
+    )
+    lower = lower_rollout if engine else lower_update
+    with tracing_for(SMS):
+        made = lower(shape, config, make_mesh(config.mesh, topology.devices)).compile()
+        plan = memory_plan(shape, config, sizes)
+    found, memory = collectives(made.as_text()), made.memory_analysis()
+    phases = ("rollout",) if engine else ("backward", "optimizer")
+    return {
+        "what": program.what,
+        "recipe": program.recipe,
+        "shape": program.shape,
+        "mesh": program.mesh,
+        "batch": [program.prompts, 8, 512, 512],
+        "once": sent_over((one for one in found if not one.loops), sizes),
+        "a_token": sent_over((one for one in found if one.loops), sizes),
+        "temporary": memory.temp_size_in_bytes,
+        "planned": max(sum(plan.phases[phase].values()) for phase in phases),
+    }
+
+
+def run(arguments: Arguments) -> None:
+    """Compile what is asked for, and add it to the record."""
+    path = arguments.output
+    kept = json.loads(path.read_text())["programs"] if path.exists() else {}
+    for program in PROGRAMS:
+        if arguments.only not in program.name or (program.name in kept and not arguments.again):
+            continue
+        found = compiled(program)
+        kept[program.name] = found
+        total = {part: sum(found[part].values()) for part in ("once", "a_token")}
+        print(f"{program.name}: {total} bytes sent", flush=True)
+        ordered = {each.name: kept[each.name] for each in PROGRAMS if each.name in kept}
+        made = facts("experiments.collectives", [])
+        path.write_text(json.dumps({"made": made, "programs": ordered}, indent=1) + "\n")
+
+
+def main() -> int:
+    """Run the command."""
+    activate_toolchain()
+    return run_command("collectives", Arguments, run, sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""A run's programs, compiled for devices that need not be here, from shapes alone.
+
+What XLA makes of a run is read from them before anybody asks for the devices: memory of each, and
+what they send each other. `jax.experimental.topologies` stands for the devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.models.cache import KVScales
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.models.forms import rollout_policy
+from fp8rl_jax.models.lora import join, split
+from fp8rl_jax.models.policy import init_policy, with_scales
+from fp8rl_jax.parallel import batch_sharding, batch_shards, policy_shardings
+from fp8rl_jax.rollout.paged.host import lower_decode
+from fp8rl_jax.rollout.paged.layout import choose_layout
+from fp8rl_jax.rollout.sampler import Prompts, generate
+from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.training.adapters import adapt
+from fp8rl_jax.training.batch import Batch
+from fp8rl_jax.training.learner import micro_batches, step_config
+from fp8rl_jax.training.state import init_state, make_optimizer
+from fp8rl_jax.training.step import StepConfig, update_program
+from pallas_kernels.matmul import selected_backend
+
+
+def lower_update(
+    shape: PolicyConfig, config: RunConfig, mesh: jax.sharding.Mesh
+) -> jax.stages.Lowered:
+    """Lower the update of a run on problems, of rollouts as long as they may be.
+
+    Args:
+        shape: of the policy.
+        config: of the run. Packed rows depend on lengths, so the update is not packed.
+        mesh: of devices, or of a topology's.
+
+    Raises:
+        UserError: a tensor does not divide by its mesh axes.
+    """
+    recipe, r = config.resolved_recipe(), config.rollout
+    optimizer = make_optimizer(config.optimizer, 1, recipe)
+    fresh = replace(config, lora=replace(config.lora, path=""))
+    step = step_config(config, recipe)
+    parts = micro_batches(config.trainer, r.prompts_per_step) // config.trainer.updates_per_rollout
+    step = replace(step, micro_batches=parts)
+    with jax.set_mesh(mesh):
+        policy = jax.eval_shape(lambda: init_policy(shape, jax.random.key(0)))
+        policy = jax.eval_shape(partial(adapt, config=fresh, recipe=recipe), policy)
+        trained, frozen = split(policy)
+        state = jax.eval_shape(
+            partial(init_state, optimizer=optimizer, scaling=step.loss_scale),
+            join(trained, frozen),
+        )
+        state = replace(state, policy=split(state.policy)[0])
+        batch = _batch(config, step)
+        sharded = batch_sharding(mesh)
+        return update_program.lower(
+            _placed(state, policy_shardings(state, mesh)),
+            _placed(frozen, policy_shardings(frozen, mesh)),
+            _placed(batch, jax.tree.map(lambda _: sharded, batch)),
+            step,
+            optimizer,
+        )
+
+
+def lower_rollout(
+    shape: PolicyConfig, config: RunConfig, mesh: jax.sharding.Mesh
+) -> jax.stages.Lowered:
+    """Lower what samples a run's completions: the whole call of the static engine, and of the paged
+    one the program that decodes.
+
+    Args:
+        shape, config, mesh: as in `lower_update`.
+
+    Raises:
+        UserError: a tensor does not divide by its mesh axes; the paged engine has no room.
+    """
+    recipe, r = config.resolved_recipe(), config.rollout
+    dtype, unroll = jnp.dtype(config.compute_dtype), r.decode_layers == "unroll"
+    numbers = r.max_new_tokens, r.temperature, r.top_k, r.top_p, r.min_p
+    sampling = Sampling(*numbers, (*shape.eos_token_ids, *r.stop_token_ids))
+    with jax.set_mesh(mesh):
+        policy = jax.eval_shape(lambda: init_policy(shape, jax.random.key(0)))
+        served = jax.eval_shape(
+            lambda p: rollout_policy(p, recipe, dtype, unroll, config.precision.backend)[0], policy
+        )
+        if recipe.quantizes_cache:
+            scales = _array(jnp.float32, shape.num_layers)
+            served = with_scales(served, KVScales(scales, scales, scales))
+        served = _placed(served, policy_shardings(served, mesh))
+        count = r.prompts_per_step
+        ints = (count, r.max_prompt_tokens), (count,), (count,)
+        prompts = Prompts(*(_array(jnp.int32, *sides) for sides in ints))
+        prompts = _placed(prompts, jax.tree.map(lambda _: batch_sharding(mesh), prompts))
+        if r.engine == "paged":
+            part = count // batch_shards(mesh), r.max_prompt_tokens
+            hopper = selected_backend(config.precision.backend) == "hopper"
+            sizes = part, r.samples_per_prompt, r.max_new_tokens
+            layout = choose_layout(r.paged, *sizes, hopper)
+            return lower_decode(served, prompts, r.samples_per_prompt, sampling, layout)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        given = prompts.tokens, prompts.lengths, prompts.ids, key
+        return generate.lower(served, *given, samples=r.samples_per_prompt, sampling=sampling)
+
+
+def _batch(config: RunConfig, step: StepConfig) -> Batch:
+    """Shapes of what one update learns from."""
+    r, updates = config.rollout, config.trainer.updates_per_rollout
+    prompts = r.prompts_per_step // updates
+    rows, width = prompts * r.samples_per_prompt, r.max_new_tokens
+    old = updates > 1 or step.rl.correction.whole_batch or step.rl.reward_kl.coefficient > 0
+    numbers = _array(jnp.float32, rows, width)
+    return Batch(
+        _array(jnp.int32, prompts, r.max_prompt_tokens),
+        _array(jnp.int32, prompts),
+        _array(jnp.int32, rows, width),
+        _array(bool, rows, width),
+        numbers,
+        _array(jnp.float32, rows),
+        old_logprobs=numbers if old else None,
+        reference_logprobs=numbers if step.rl.kl_coefficient > 0 else None,
+    )
+
+
+def _array(dtype: Any, *sides: int) -> Any:
+    return jax.ShapeDtypeStruct(sides, dtype)
+
+
+def _placed(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )

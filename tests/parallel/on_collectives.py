@@ -1,0 +1,73 @@
+"""Run by test_collectives.py on 8 devices: bytes that a run's programs send."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from tiny_models import LLAMA
+
+from fp8rl_jax.config.run import MeshConfig, RolloutConfig, RunConfig
+from fp8rl_jax.config.training import TrainerConfig
+from fp8rl_jax.models.policy import parameter_count
+from fp8rl_jax.parallel import make_mesh
+from fp8rl_jax.parallel.collectives import collectives, sent_over
+from fp8rl_jax.training.ahead import lower_rollout, lower_update
+
+SHAPE = replace(LLAMA, eos_token_ids=(1,))
+UPDATE = ({"fsdp": 8}, {"data": 2, "fsdp": 4})
+DECODE = ({"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2})
+
+
+def config_of(sizes: dict[str, int], prompts: int = 16, chunk: int = 64, **rollout) -> RunConfig:
+    given = {"decode_layers": "scan"} | rollout
+    return RunConfig(
+        recipe="bf16",
+        compute_dtype="float32",
+        mesh=replace(MeshConfig(data=1), **sizes),
+        rollout=RolloutConfig(prompts, 2, 8, 24, **given),
+        trainer=TrainerConfig(logprob_chunk=chunk, remat="layer"),
+    )
+
+
+def programs(lower, config: RunConfig) -> list:
+    mesh = make_mesh(config.mesh)
+    return collectives(lower(SHAPE, config, mesh).compile().as_text())
+
+
+def total(found) -> int:
+    """Of all but the embeddings of tokens, whose parts devices exchange: less than the table."""
+    return sum(one.sent for one in found if "_take" not in one.where)
+
+
+def update() -> dict[str, dict[str, int]]:
+    told = {}
+    for sizes in UPDATE:
+        base = total(programs(lower_update, config_of(sizes)))
+        told[" ".join(sizes)] = {
+            "base": base,
+            "batch": total(programs(lower_update, config_of(sizes, 32, 128))),
+            "chunks": total(programs(lower_update, config_of(sizes, 16, 16))),
+            "weights": 4 * parameter_count(SHAPE),
+        }
+    return told
+
+
+def decode() -> dict[str, dict[str, int]]:
+    """Bytes of one step of the decode loop, of both engines."""
+    told = {}
+    for sizes in DECODE:
+        names = dict.fromkeys(("data", "fsdp", "expert", "tensor"), 1) | sizes
+        for engine in ("static", "paged"):
+            found = programs(lower_rollout, config_of(sizes, engine=engine))
+            steps = [one for one in found if one.loops]
+            told[f"{' '.join(sizes)} {engine}"] = sent_over(steps, names)
+    return told
+
+
+def main() -> None:
+    print(json.dumps({"update": update(), "decode": decode()}))
+
+
+if __name__ == "__main__":
+    main()
