@@ -62,7 +62,7 @@ class Arguments:
     """Programs whose name has this in it; empty: all."""
     again: bool = False
     """Compile what the record has, too."""
-    output: Path = RECORD
+    output: str = str(RECORD.relative_to(ROOT))
     """Record that is added to."""
 
 
@@ -119,7 +119,7 @@ def compiled(program: Program) -> dict[str, Any]:
 
 def run(arguments: Arguments) -> None:
     """Compile what is asked for, and add it to the record."""
-    path = arguments.output
+    path = Path(arguments.output)
     kept = json.loads(path.read_text())["programs"] if path.exists() else {}
     for program in PROGRAMS:
         if arguments.only not in program.name or (program.name in kept and not arguments.again):
