@@ -148,7 +148,7 @@ def _built(
     is_text = config.task.kind == "text"
     if (sampled or is_text) and not config.dry_run:
         check_fits(model_shape(config), config, dict(mesh.shape))
-    policy, tokenizer = load_model(config)
+    policy, tokenizer = load_model(config, mesh)
     if is_text:
         return _of_text(config, Session(policy, tokenizer, config=config, engine=engine), mesh)
     longest = r.max_prompt_tokens + r.max_new_tokens

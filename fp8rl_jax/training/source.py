@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from fp8rl_jax.caching import cache_dir
 from fp8rl_jax.config.files import read_config, run_directory
@@ -79,11 +80,16 @@ def load(source: str | Path, dtype: jnp.dtype = jnp.float32) -> tuple[Policy, To
     return files.load(find_model(source), dtype)
 
 
-def load_model(config: RunConfig) -> tuple[Policy, Tokenizer]:
-    """Load the policy (float32 masters) that a run begins with, and its tokenizer."""
+def load_model(config: RunConfig, mesh: Mesh | None = None) -> tuple[Policy, Tokenizer]:
+    """Load the policy (float32 masters) that a run begins with, and its tokenizer.
+
+    Args:
+        mesh: as of `weights.load.load_policy`.
+    """
     if config.model.path:
         directory = find_model(config.model.path)
-        return files.load(directory, held=base_formats(config, read_policy_config(directory)))
+        held = base_formats(config, read_policy_config(directory))
+        return files.load(directory, held=held, mesh=mesh)
     shape = files.byte_policy_config(config.model.init)
     policy: Policy = init_policy(shape, jax.random.key(config.seed))
     return policy, ByteTokenizer()

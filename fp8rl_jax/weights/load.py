@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool
 
 from fp8rl_jax.config.formats import TensorFormat
@@ -32,6 +33,7 @@ from fp8rl_jax.models.policy import (
     with_layers,
 )
 from fp8rl_jax.models.tensors import parameter_shapes
+from fp8rl_jax.parallel import DEFAULT_RULES, to_global
 from fp8rl_jax.precision import QTensor, format_of, is_quantized, quantized_layers
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -92,8 +94,9 @@ def load_policy(
     directory: str | Path,
     dtype: jnp.dtype = jnp.float32,
     held: Mapping[str, TensorFormat] | None = None,
+    mesh: Mesh | None = None,
 ) -> Policy:
-    """Load the policy of a Hugging Face directory, layers stacked, onto the default device.
+    """Load the policy of a Hugging Face directory, layers stacked.
 
     Args:
         directory: config.json and safetensors, quantized ones too; `weights.resolve.resolve_model`
@@ -101,9 +104,12 @@ def load_policy(
         dtype: of every tensor; values are converted on the host, bfloat16 to float32 exactly.
         held: formats of stacks of linears, by path ("layers.q_proj.weight"); where the files have
             them all in that format they are QTensors of the files' own codes.
+        mesh: each tensor goes from the host to its places on the mesh, so that no device has to
+            hold a whole model; every process passes the same. Default: all to the default device.
 
     Raises:
-        UserError: whatever `load_policy_arrays` refuses, and a value that `dtype` cannot hold.
+        UserError: whatever `load_policy_arrays` refuses, a value that `dtype` cannot hold, and a
+            tensor that does not divide by its mesh axes.
     """
     dtype, held = jnp.dtype(dtype), held or {}
     files = open_files(directory)
@@ -125,7 +131,10 @@ def load_policy(
                 f"{directory}: values of {path} overflow {converted.dtype}; load it as "
                 f"{source.dtype}"
             )
-        return jnp.asarray(converted)
+        if mesh is None:
+            return jnp.asarray(converted)
+        place = NamedSharding(mesh, DEFAULT_RULES.spec(axes, shape, mesh, path))
+        return to_global(converted, place)
 
     policy = build_policy(files.config, tensor)
     if files.layout is not None and not held:
@@ -199,6 +208,7 @@ def load(
     source: str | Path,
     dtype: jnp.dtype = jnp.float32,
     held: Mapping[str, TensorFormat] | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Policy, Tokenizer]:
     """Load a policy and its tokenizer.
 
@@ -206,13 +216,13 @@ def load(
         source: Hugging Face directory, hub id, .gguf file, or a name that `fp8rl fetch` knows
             ("smollm2-135m").
         dtype: of the weights; float32 is what training wants.
-        held: as of `load_policy`.
+        held, mesh: as of `load_policy`.
 
     Raises:
         UserError: nothing is found, a file is damaged, or there is no tokenizer.
     """
     directory = resolve_model(str(source), report=_log.info)
-    policy = load_policy(directory, dtype, held)
+    policy = load_policy(directory, dtype, held, mesh)
     tokenizer = load_tokenizer(directory, policy.config.vocab_size)
     if tokenizer is None:
         raise UserError(f"model.path: {directory} holds no tokenizer; training needs one")
