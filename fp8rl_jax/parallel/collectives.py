@@ -139,8 +139,9 @@ def _walk(
 
 def _read(line: str, found: re.Match, times: int, loops: int) -> Collective:
     kind, arrays = found[2], _ARRAY.findall(found[1])
-    if found[3] and kind != "all-reduce":  # operands, results, and for some what the device needs
-        pairs = [array for array in arrays if array[1]]
+    # of what is started the operands come first, of an all-reduce only where they stand apart
+    if found[3] and (kind != "all-reduce" or found[1].startswith("((")):
+        pairs = [array for array in arrays if array[1]]  # others are what a device keeps of it
         arrays = pairs[len(pairs) // 2 :]
     name = _NAME.search(line)
     shapes = tuple((dtype, tuple(int(x) for x in sides.split(",") if x)) for dtype, sides in arrays)

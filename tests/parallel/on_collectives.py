@@ -1,11 +1,16 @@
-"""Run by test_collectives.py on 8 devices: bytes that a run's programs send."""
+"""Run by test_collectives.py on 8 devices: bytes that a run's programs send, and where a model is
+loaded."""
 
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
-from tiny_models import LLAMA
+import jax
+import numpy as np
+from tiny_models import LLAMA, random_tensors, write_model
 
 from fp8rl_jax.config.run import MeshConfig, RolloutConfig, RunConfig
 from fp8rl_jax.config.training import TrainerConfig
@@ -13,6 +18,7 @@ from fp8rl_jax.models.policy import parameter_count
 from fp8rl_jax.parallel import make_mesh
 from fp8rl_jax.parallel.collectives import collectives, sent_over
 from fp8rl_jax.training.ahead import lower_rollout, lower_update
+from fp8rl_jax.weights.load import load_policy
 
 SHAPE = replace(LLAMA, eos_token_ids=(1,))
 UPDATE = ({"fsdp": 8}, {"data": 2, "fsdp": 4})
@@ -65,8 +71,22 @@ def decode() -> dict[str, dict[str, int]]:
     return told
 
 
+def loaded() -> dict[str, float]:
+    """The share of a model's bytes that a device holds of it, and the largest difference from one
+    that was loaded whole."""
+    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    with tempfile.TemporaryDirectory() as folder:
+        directory = write_model(Path(folder) / "model", LLAMA, random_tensors(LLAMA))
+        whole, parts = load_policy(directory), load_policy(directory, mesh=mesh)
+    pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True)
+    gaps = [np.abs(np.asarray(x) - np.asarray(y)).max() for x, y in pairs]
+    held = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(parts)]
+    total = sum(x.nbytes for x in jax.tree.leaves(whole))
+    return {"share": sum(held) / total, "apart": float(max(gaps))}
+
+
 def main() -> None:
-    print(json.dumps({"update": update(), "decode": decode()}))
+    print(json.dumps({"update": update(), "decode": decode(), "loaded": loaded()}))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ each have a part of the batch, against one device and against float64."""
 from __future__ import annotations
 
 import json
-import re
 import sys
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -29,6 +29,7 @@ from fp8rl_jax.parallel import (
     to_global,
     to_host,
 )
+from fp8rl_jax.parallel.collectives import collectives
 from fp8rl_jax.training.gradients import init_factors, scaled_sum, sum_of_codes, weight_gradients
 from fp8rl_jax.training.state import make_optimizer, sharded_state
 from fp8rl_jax.training.step import Batch, StepConfig, update
@@ -36,23 +37,15 @@ from fp8rl_jax.training.step import Batch, StepConfig, update
 SHAPE = PolicyConfig("qwen3", 64, 32, 64, 2, 4, 2, 16)
 RL = RLConfig(correction=CorrectionConfig(method="token_tis"))
 E4M3 = parse_format("e4m3-power_of_two")
-COLLECTIVE = re.compile(r" = (.*?) (all-reduce|all-gather|all-to-all|reduce-scatter)(-start)?\(")
-ARRAY = re.compile(r"\b([a-z]+\d+\w*)\[([\d,]*)\]")
-WIDTHS = {"u8": 1, "f8e4m3fn": 1, "bf16": 2, "f32": 4, "u16": 2}
 
 
-def sent(text: str, devices: int) -> dict[str, int]:
-    """Bytes that a device sends in the collectives of a compiled program, by type: of a ring."""
+def sent(text: str) -> dict[str, int]:
+    """Bytes that a device sends in the collectives of a compiled program, by type."""
     told: dict[str, int] = {}
-    for line in text.splitlines():
-        if found := COLLECTIVE.search(line):
-            arrays = ARRAY.findall(found[1])
-            if found[3] and found[2] != "all-reduce":  # its operands come first
-                arrays = arrays[len(arrays) // 2 :]
-            for kind, sides in arrays:
-                size = WIDTHS[kind] * int(np.prod([int(x) for x in sides.split(",") if x]))
-                size *= 2 if found[2] == "all-reduce" else 1
-                told[kind] = told.get(kind, 0) + size * (devices - 1) // devices
+    for one in collectives(text):
+        for array in one.arrays:
+            kind = array[0]
+            told[kind] = told.get(kind, 0) + replace(one, arrays=(array,)).sent
     return told
 
 

@@ -33,6 +33,8 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   %w = (s32[], f32[8,4]) while(%t), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"36"}}
   %v = (s32[], f32[8,4]) while(%w), condition=%condition, body=%body
   %g = (f8e4m3fn[64,128], f8e4m3fn[128,128]) all-gather-start(%q), replica_groups=mesh['data'=2,'fsdp'=2,'tensor'=2] {'fsdp'}, metadata={op_name="jit(step)/linear"}
+  %r = ((f32[8,4]{1,0}), f32[8,4]{1,0}) all-reduce-start(%z), replica_groups={{0,1,2,3}}, to_apply=%add
+  %o = (f32[8,4]{1,0}, f32[2]{0}) all-reduce-start(%z, %k), replica_groups={{0,4}}, to_apply=%add
   %s = ((bf16[16,2]), bf16[4,2]) async-start(%h), calls=%wrapped
   ROOT %p = f32[8]{0} collective-permute(%y), source_target_pairs={{0,1},{1,0}}
 }
@@ -41,7 +43,7 @@ SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
 def test_a_program_is_read():
-    looped, again, gathered, scattered, passed = collectives(PROGRAM)
+    looped, again, gathered, started, joined, scattered, passed = collectives(PROGRAM)
     assert (looped.kind, looped.group, looped.times, looped.loops) == ("all-reduce", (0, 4), 36, 0)
     assert looped.arrays == (("f32", (8, 4)),) and looped.nbytes == 128
     assert looped.axes(SIZES) == ("data",)
@@ -50,6 +52,8 @@ def test_a_program_is_read():
     assert gathered.arrays == (("f8e4m3fn", (128, 128)),) and gathered.group == (0, 2)
     assert gathered.axes(SIZES) == ("fsdp",) and gathered.where == "jit(step)/linear"
     assert gathered.sent == 128 * 128 // 2
+    assert started.arrays == (("f32", (8, 4)),) and started.sent == 2 * 128 * 3 // 4
+    assert started.axes(SIZES) == ("fsdp", "tensor") and joined.nbytes == 128 + 8
     assert scattered.group == (0, 2, 4, 6) and scattered.sent == 3 * 16
     assert scattered.axes(SIZES) == ("data", "fsdp")
     assert passed.kind == "collective-permute" and passed.sent == 32
@@ -90,3 +94,10 @@ def test_a_decode_step_sends_nothing_that_grows_with_the_batch(found):
         others = {axes: size for axes, size in sent.items() if axes != "tensor"}
         assert sum(others.values()) <= 64, mesh  # whether all rows have ended
         assert ("tensor" in sent) == ("tensor" in mesh)
+
+
+@pytest.mark.slow
+def test_a_model_is_loaded_into_its_shards(found):
+    """An eighth of it on each of eight devices, but for norms."""
+    assert found["loaded"]["apart"] == 0
+    assert 1 / 8 <= found["loaded"]["share"] < 1.1 / 8

@@ -77,9 +77,8 @@ def lower_decode(
     Args:
         policy, samples, sampling, layout: as `generate` takes them.
     """
-    served = jax.eval_shape(_gather, policy)
-    if _parts():
-        mesh = jax.sharding.get_abstract_mesh()
+    served, mesh = jax.eval_shape(_gather, policy), jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
         served = jax.tree.map(
             lambda x, sharding: x.update(sharding=sharding),
             served,
