@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from parallel.helpers import run_processes
+import yaml
+from parallel.helpers import ROOT, run_processes
 
-from fp8rl_jax.config.run import MeshConfig
+from fp8rl_jax.cli.load import load_config
+from fp8rl_jax.config.run import MeshConfig, RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel import check_same, initialize, is_main_process
 
+LAUNCH = ROOT / "experiments" / "launch"
 SLURM = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_NODELIST": "gpu[01-02]",
@@ -78,6 +83,39 @@ def test_none_of_several_trains_alone(calls, environ, launcher, keys):
     assert calls == []
     initialize(MeshConfig(), {"JOB_COMPLETION_INDEX": "0"})  # of a single pod, as far as it knows
     initialize(MeshConfig(), {"PMI_SIZE": "1", "PMI_RANK": "0"})
+
+
+def test_launch_scripts_start_what_there_is():
+    """Shells and Kubernetes can read them, and the command line knows their words."""
+    for script in ("slurm.sh", "mpi.sh"):
+        subprocess.run(["bash", "-n", LAUNCH / script], check=True)
+    service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert service["spec"]["selector"]["job-name"] == job["metadata"]["name"] == pod["subdomain"]
+    program, command, _, *words = container["command"]
+    assert (program, command) == ("fp8rl", "train")
+    config = load_config(RunConfig, words, "test")
+    assert config.mesh.coordinator == "fp8rl-0.fp8rl:29500" and config.resume
+    assert config.mesh.num_processes == job["spec"]["completions"] == job["spec"]["parallelism"]
+
+
+def test_a_script_names_its_first_host(tmp_path):
+    for name, said in (("mpirun", 'echo "$@"'), ("fp8rl", "true")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{said}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [LAUNCH / "mpi.sh", "a,b,c", "RUN.toml", "--recipe", "fp8-rl"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [
+        *("--host", "a,b,c", "-np", "3", "fp8rl", "train", "RUN.toml", "--recipe", "fp8-rl"),
+        *("--resume", "--mesh.coordinator", "a:29500"),
+    ]
 
 
 def test_explicit_arguments_come_first(calls):
