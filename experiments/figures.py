@@ -11,6 +11,7 @@ measured figure in the rest of README.md. So a figure cannot drift from its reco
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -112,9 +113,11 @@ def interval(x: Sequence[float], form: str) -> str:
 
 def against(arm: ArmFigures) -> str:
     """Difference to the baseline with its interval, and what the record claims of it."""
-    row = arm.comparison
-    if row is None:
-        return "baseline"
+    return "baseline" if arm.comparison is None else difference_of(arm.comparison)
+
+
+def difference_of(row: dict[str, Any]) -> str:
+    """A row of a record's comparisons: the difference, its interval and the verdict."""
     limits = row["difference"]
     level = "" if abs(row["alpha"] - 0.05) < 1e-9 else f"{100 * (1 - row['alpha']):.4g} %: "
     mean, low, high = (f"{round(limits[key], 3) + 0.0:+.3f}" for key in ("mean", "low", "high"))
@@ -291,6 +294,49 @@ def over_steps(runs: list[dict[str, Any]], metric: str, form: str) -> str:
     found = [run["series"][metric]["values"] for run in runs if metric in run["series"]]
     values = [x for of in found for x in of if x is not None]
     return f"{np.mean(values):{form}}" if values else ""
+
+
+def losses(name: str, about: str) -> str:
+    """Held-out losses of a study on text or on answers, in each arm's own formats and judged."""
+    kept = record(f"ablations/{name}.json")
+    compared = {row["arm"]: row for row in kept["comparisons"]}
+    base = (
+        [run["judged"]["judged/loss"] for run in kept["arms"][0]["runs"]] if kept["judge"] else []
+    )
+    rows = []
+    for arm in kept["arms"]:
+        row, runs = compared.get(arm["name"]), arm["runs"]
+        own = seeds([run["outcome"] for run in runs], ".3f")
+        cells = (
+            ["baseline", ""] if row is None else [difference_of(row), f"{row['detectable']:.3f}"]
+        )
+        judged = []
+        if base:
+            found = [run["judged"]["judged/loss"] for run in runs]
+            gaps = [x - y for x, y in zip(found, base, strict=True)]
+            judged = ["baseline" if row is None else seeds(gaps, "+.3f")]
+        rows.append([f"`{arm['name']}`", own, *cells, *judged])
+    what = f"{len(kept['seeds'])} paired seeds; losses in nats, least to greatest over seeds in brackets."
+    heads = [
+        *("arm", "held-out loss, in its own formats", "less the baseline's", "could be seen"),
+        *(["judged: the same weights, nothing quantized, less the baseline's"] if base else []),
+    ]
+    return f"{prose(about)} {what}\n\n{table(heads, rows)}"
+
+
+def pretraining() -> str:
+    """What formats cost a model from scratch, and MXFP4 beside NVFP4."""
+    kept = record("ablations/pretraining.json")
+    of = {arm["name"]: [run["outcome"] for run in arm["runs"]] for arm in kept["arms"]}
+    pairs, told = (("nvfp4", "mxfp4"), ("nvfp4-plain", "mxfp4-plain")), []
+    for base, arm in pairs:
+        found = compare_arms({base: of[base], arm: of[arm]}, base, 0.05 / len(pairs))[arm]
+        x = found.difference
+        told.append(f"`{arm}` less `{base}` {x.mean:+.3f} ({x.low:+.3f} to {x.high:+.3f})")
+    about = """A policy of 0.3 million parameters over bytes, from scratch, 300 updates of 1,024 bytes in bfloat16 compute
+        ([training.md](training.md#nvfp4-pretraining) says of what). `float32` differs from `bf16` in last bits alone."""
+    beside = f"MXFP4 beside NVFP4, at 97.5 %, not registered before: {'; '.join(told)}."
+    return f"{losses('pretraining', about)}\n\n{beside}"
 
 
 def stability_in_rl() -> str:
@@ -588,6 +634,7 @@ def through_vllm() -> str:
     return f"{about}\n\n{learned}\n\n{beside}\n\n{table(heads, cases)}"
 
 
+COLLECTIVES = "collectives.json"
 ENGINES = "engines.json"
 ENGINE_TEXT = {"static": "our sampler", "paged": "our sampler", "files": "vLLM", "dlpack": "vLLM"}
 
@@ -659,6 +706,40 @@ def cost_of_exact() -> dict[tuple[str, str, str], list[float]]:
                     for seconds in rounds
                 ]
     return found
+
+
+def on_meshes() -> str:
+    """What devices send each other, and the temporary memory of a program beside what is planned."""
+    found = record(COLLECTIVES)["programs"]
+    prompts, samples, width, new = next(iter(found.values()))["batch"]
+
+    def sent(by_axes: dict[str, int], unit: float) -> str:
+        parts = [f"{axes} {n / unit:.3g}" for axes, n in by_axes.items() if n >= unit / 100]
+        return ", ".join(parts) or "-"
+
+    rows = [
+        [
+            each["what"],
+            f"`{each['recipe']}`",
+            each["shape"],
+            " x ".join(f"{axis} {size}" for axis, size in each["mesh"].items()),
+            sent(each["once"], 1e9),
+            sent(each["a_token"], 1e6),
+            f"{each['temporary'] / 1e9:.1f} ({each['planned'] / 1e9:.1f})",
+        ]
+        for each in found.values()
+    ]
+    about = prose(f"""
+        Programs compiled for H200s that are not there, of prompts of {width} tokens with {samples} completions of {new} tokens
+        ({prompts} prompts an update, of the 32B model 128): bytes that one device sends over a ring, by the axes of the mesh that they travel along,
+        of all but the decode loop, and of a token in it. The last column is the memory of temporaries that XLA plans, and what
+        `fp8rl plan` counts for them. Nothing ran.
+    """)
+    heads = [
+        *("program", "recipe", "shape", "mesh", "sent once, GB", "sent a token, MB"),
+        "temporaries (planned), GB",
+    ]
+    return f"{about}\n\n{table(heads, rows)}"
 
 
 def exact() -> str:
@@ -1283,6 +1364,13 @@ SECTIONS = (
     Section(
         "Beside fake quantization in torch", fake_quantization, "make peers", FAKE, optional=True
     ),
+    Section(
+        "What devices send each other",
+        on_meshes,
+        "python -m experiments.collectives",
+        COLLECTIVES,
+        optional=True,
+    ),
     Section("Exact mode", exact, "python -m experiments.identity", "exact/identity.json"),
     ablation("Corrections", correction, "correction"),
     ablation("Corrections at a high dose", high_dose, "high_dose", optional=True),
@@ -1297,6 +1385,23 @@ SECTIONS = (
         for heading, name, about, counted in SIDE_BY_SIDE
     ),
     ablation("Stability of reinforcement learning", stability_in_rl, "stability", optional=True),
+    ablation(
+        "Pretraining",
+        pretraining,
+        "pretraining",
+        optional=True,
+    ),
+    ablation(
+        "InfiR2's second stage",
+        partial(
+            losses,
+            "infir2_sft",
+            """Supervised training on words spelled backward of what the study above has made of each arm and seed, in the
+            formats that it was made in; loss of a token of a held-out answer.""",
+        ),
+        "infir2_sft",
+        optional=True,
+    ),
     ablation("QeRL", qerl, "qerl"),
     ablation("Compute dtypes", compute_dtype, "compute_dtype"),
     ablation("Partial rollouts", partial_rollouts, "partial_rollouts"),
@@ -1358,10 +1463,12 @@ class Claim:
 
     asked: str
     found: Callable[[], tuple[str, str]]
-    heading: str
-    """Of the section that has the record."""
+    heading: str = ""
+    """Of the section that has the record; empty: docs/training.md has it."""
     command: str = ""
     """Where another than the section's made it."""
+    path: str = ""
+    """Of the record, without a section."""
 
 
 def costs(name: str, arm: str = "fp8-rl", baseline: str = "bf16") -> tuple[str, str]:
@@ -1582,6 +1689,47 @@ def stepped() -> tuple[str, str]:
 STEP = {"seconds": "the step", "gen": "sampling", "train": "the rest"}
 
 
+def lost(name: str, arms: Sequence[str]) -> tuple[str, str]:
+    """Losses of some arms less the baseline's."""
+    kept = record(f"ablations/{name}.json")
+    compared = {row["arm"]: row for row in kept["comparisons"]}
+    told = "; ".join(f"`{arm}` {difference_of(compared[arm])}" for arm in arms)
+    return f"loss less `{kept['baseline']}`'s: {told}", f"{len(kept['seeds'])} seeds"
+
+
+def of_training(section: str, at: int, arms: Sequence[str]) -> tuple[str, str]:
+    """Differences of some rows of a table of docs/training.md.
+
+    Args:
+        section, at: the table, by its place among those of its section.
+        arms: first cells of the rows; the last but what could be seen is in the fourth.
+    """
+    found = training_page.sections(RESULTS)[section][at]
+    rows = {row[0]: row[3].rpartition("; ")[0] for row in found.rows}
+    told = "; ".join(f"{arm} {rows[arm]}" for arm in arms)
+    (count,) = re.findall(r"(\d+) paired seeds", found.about)
+    return f"loss less that without: {told}", f"{count} seeds"
+
+
+def spiked_in_rl() -> tuple[str, str]:
+    """Runs with a spike, of each recipe at all learning rates."""
+    kept = record("ablations/stability.json")
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for arm in kept["arms"]:
+        runs.setdefault(arm["recipe"], []).extend(arm["runs"])
+
+    def share(of: list[dict[str, Any]]) -> str:
+        names = ("stability/grad_norm_spikes", "stability/loss_spikes")
+        spiked = sum(any(run["series"][name]["values"][-1] > 0 for name in names) for run in of)
+        return training_page.of_runs(spiked, len(of))
+
+    told = ", ".join(f"`{recipe}` {share(of)}" for recipe, of in runs.items())
+    return (
+        f"runs with a spike of loss or gradient norm: {told}",
+        f"{len(kept['seeds'])} seeds at each of 3 learning rates",
+    )
+
+
 CLAIMS = (
     Claim("Does FP8 rollout cost accuracy on the demo?", lambda: costs("demo"), "The demo"),
     Claim(
@@ -1653,6 +1801,38 @@ CLAIMS = (
         partial(each_less, "shuffle_r1", ("pairs", "shuffled_pairs")),
         "Shuffle-R1",
     ),
+    Claim(
+        "What do formats cost a model that is trained from scratch on text? Nats a byte",
+        partial(lost, "pretraining", ("nvfp4", "nvfp4-plain", "mxfp4", "mxfp8", "infir2")),
+        "Pretraining",
+    ),
+    Claim(
+        "And FP8 in pretraining and in supervised training behind it (InfiR2)?",
+        partial(lost, "infir2_sft", ("infir2", "infir2-float32_scales")),
+        "InfiR2's second stage",
+    ),
+    Claim(
+        "Which state of training breaks in few bits (FP8-LM)? Nats a token",
+        partial(
+            of_training,
+            "fp8-lm",
+            0,
+            ("fp8-lm-o2", "master e4m3", "master e4m3, drawn", "second moment e4m3"),
+        ),
+        command="python -m experiments.fp8_lm",
+        path="fp8_lm.json",
+    ),
+    Claim(
+        "What do FP4's estimator and clamping give? Nats a token",
+        partial(of_training, "fp4", 1, ("straight through", "estimator", "clamping", "both")),
+        command="python -m experiments.fp4 --parts learning",
+        path="fp4/learning.json",
+    ),
+    Claim(
+        "Does FP8 make reinforcement learning spike?",
+        spiked_in_rl,
+        "Stability of reinforcement learning",
+    ),
     Claim("How far does FP8 move the gradients?", apart, "Gradients"),
     Claim("How fast is the rollout on a CPU, beside vLLM's?", beside, "Speed of the rollout"),
     Claim(
@@ -1678,7 +1858,7 @@ def readme() -> str:
     """README.md's table."""
     rows, sections = [], {section.heading: section for section in SECTIONS}
     for claim in CLAIMS:
-        section = sections[claim.heading]
+        section = sections.get(claim.heading) or Section("", str, "", claim.path, optional=True)
         if section.there:
             found, over = claim.found()
             command = claim.command or section.command.split(" ..., ")[0]
