@@ -330,7 +330,9 @@ def pretraining() -> str:
     of = {arm["name"]: [run["outcome"] for run in arm["runs"]] for arm in kept["arms"]}
     pairs, told = (("nvfp4", "mxfp4"), ("nvfp4-plain", "mxfp4-plain")), []
     for base, arm in pairs:
-        found = compare_arms({base: of[base], arm: of[arm]}, base, 0.05 / len(pairs))[arm]
+        found = compare_arms(
+            {base: of[base], arm: of[arm]}, base, 0.02, 0.05 / len(pairs), "lower"
+        )[arm]
         x = found.difference
         told.append(f"`{arm}` less `{base}` {x.mean:+.3f} ({x.low:+.3f} to {x.high:+.3f})")
     about = """A policy of 0.3 million parameters over bytes, from scratch, 300 updates of 1,024 bytes in bfloat16 compute
