@@ -18,11 +18,22 @@ from typing import Any
 
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
+from fp8rl_jax.config.run import MeshConfig, PlanConfig, RolloutConfig, RunConfig
+from fp8rl_jax.config.training import TrainerConfig
+from fp8rl_jax.models.config import PolicyConfig
+from fp8rl_jax.parallel import make_mesh
+from fp8rl_jax.parallel.collectives import collectives, sent_over
+from fp8rl_jax.training.ahead import lower_rollout, lower_update
+from fp8rl_jax.training.plan import memory_plan, mesh_sizes
+from fp8rl_jax.weights.hf_config import read_policy_config
+from pallas_kernels.backend import tracing_for
 from pallas_kernels.check.compile import SMS, TARGET, activate_toolchain
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "experiments" / "results" / "collectives.json"
 SHAPES = ROOT / "experiments" / "shapes"
+SIZES = (8, 512, 512)
+"""Completions of a prompt, tokens of a prompt, tokens of a completion."""
 
 
 @dataclass(frozen=True)
@@ -66,54 +77,57 @@ class Arguments:
     """Record that is added to."""
 
 
+def configured(program: Program) -> tuple[PolicyConfig, RunConfig]:
+    """The shape and the run's configuration of a program."""
+    engine = program.what.rpartition(" ")[0] or "static"
+    config = RunConfig(
+        recipe=program.recipe,
+        compute_dtype="bfloat16",
+        mesh=replace(MeshConfig(data=1), **program.mesh),
+        rollout=RolloutConfig(program.prompts, *SIZES, decode_layers="scan", engine=engine),
+        trainer=TrainerConfig(remat="layer"),
+        plan=PlanConfig("h200"),
+    )
+    return read_policy_config(SHAPES / program.shape), config
+
+
+def planned(program: Program) -> int | None:
+    """What `fp8rl plan` counts for a program's temporaries; None of the paged engine, of which
+    cache and weights are no temporaries."""
+    if program.what == "paged rollout":
+        return None
+    phases = ("backward", "optimizer") if program.what == "update" else ("rollout",)
+    plan = memory_plan(*configured(program))
+    return max(sum(plan.phases[phase].values()) for phase in phases)
+
+
 def compiled(program: Program) -> dict[str, Any]:
     """Compile a program, and read what it sends and holds."""
     from jax._src.cudnn import fused_attention_stablehlo
     from jax.experimental import topologies
 
-    from fp8rl_jax.config.run import MeshConfig, RolloutConfig, RunConfig
-    from fp8rl_jax.config.training import TrainerConfig
-    from fp8rl_jax.parallel import make_mesh
-    from fp8rl_jax.parallel.collectives import collectives, sent_over
-    from fp8rl_jax.training.ahead import lower_rollout, lower_update
-    from fp8rl_jax.training.plan import memory_plan
-    from fp8rl_jax.weights.hf_config import read_policy_config
-    from pallas_kernels.backend import tracing_for
-
     # asked when cuDNN's attention is lowered, for what it can do; the library is not needed
     fused_attention_stablehlo.check_cudnn_version = lambda: 91300  # ty: ignore[invalid-assignment]
-    shape = read_policy_config(SHAPES / program.shape)
-    config = RunConfig(
-        recipe=program.recipe,
-        compute_dtype="bfloat16",
-        mesh=replace(MeshConfig(data=1), **program.mesh),
-        rollout=RolloutConfig(program.prompts, 8, 512, 512, decode_layers="scan"),
-        trainer=TrainerConfig(remat="layer"),
-    )
-    engine = program.what.rpartition(" ")[0]
-    if engine:
-        config = replace(config, rollout=replace(config.rollout, engine=engine))
-    sizes = {axis: getattr(config.mesh, axis) for axis in ("data", "fsdp", "expert", "tensor")}
-    count = math.prod(sizes.values())
+    shape, config = configured(program)
+    sizes = mesh_sizes(config.mesh)
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{count}"
+        platform="cuda",
+        target_config=TARGET.read_text(),
+        topology=f"1x1x{math.prod(sizes.values())}",
     )
-    lower = lower_rollout if engine else lower_update
+    lower = lower_update if program.what == "update" else lower_rollout
     with tracing_for(SMS):
         made = lower(shape, config, make_mesh(config.mesh, topology.devices)).compile()
-        plan = memory_plan(shape, config, sizes)
-    found, memory = collectives(made.as_text()), made.memory_analysis()
-    phases = ("rollout",) if engine else ("backward", "optimizer")
+    found = collectives(made.as_text())
     return {
         "what": program.what,
         "recipe": program.recipe,
         "shape": program.shape,
         "mesh": program.mesh,
-        "batch": [program.prompts, 8, 512, 512],
+        "batch": [program.prompts, *SIZES],
         "once": sent_over((one for one in found if not one.loops), sizes),
         "a_token": sent_over((one for one in found if one.loops), sizes),
-        "temporary": memory.temp_size_in_bytes,
-        "planned": max(sum(plan.phases[phase].values()) for phase in phases),
+        "temporary": made.memory_analysis().temp_size_in_bytes,
     }
 
 
@@ -124,13 +138,22 @@ def run(arguments: Arguments) -> None:
     for program in PROGRAMS:
         if arguments.only not in program.name or (program.name in kept and not arguments.again):
             continue
-        found = compiled(program)
-        kept[program.name] = found
+        kept[program.name] = found = compiled(program)
         total = {part: sum(found[part].values()) for part in ("once", "a_token")}
         print(f"{program.name}: {total} bytes sent", flush=True)
-        ordered = {each.name: kept[each.name] for each in PROGRAMS if each.name in kept}
-        made = facts("experiments.collectives", [])
-        path.write_text(json.dumps({"made": made, "programs": ordered}, indent=1) + "\n")
+        _write(path, kept)
+    _write(path, kept)
+
+
+def _write(path: Path, kept: dict[str, Any]) -> None:
+    """The record, with the present plans of all programs."""
+    ordered = {
+        each.name: kept[each.name] | {"planned": planned(each)}
+        for each in PROGRAMS
+        if each.name in kept
+    }
+    made = facts("experiments.collectives", [])
+    path.write_text(json.dumps({"made": made, "programs": ordered}, indent=1) + "\n")
 
 
 def main() -> int:

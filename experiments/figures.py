@@ -727,18 +727,20 @@ def on_meshes() -> str:
             " x ".join(f"{axis} {size}" for axis, size in each["mesh"].items()),
             sent(each["once"], 1e9),
             sent(each["a_token"], 1e6),
-            f"{each['temporary'] / 1e9:.1f} ({each['planned'] / 1e9:.1f})",
+            "-"
+            if each["planned"] is None
+            else f"{each['temporary'] / 1e9:.1f} ({each['planned'] / 1e9:.1f})",
         ]
         for each in found.values()
     ]
     about = prose(f"""
         Programs compiled for H200s that are not there, of prompts of {width} tokens with {samples} completions of {new} tokens
         ({prompts} prompts an update, of the 32B model 128): bytes that one device sends over a ring, by the axes of the mesh that they travel along,
-        of all but the decode loop, and of a token in it. The last column is the memory of temporaries that XLA plans, and what
-        `fp8rl plan` counts for them. Nothing ran.
+        of all but the decode loop, and of a step of it (of all rows at once in the static engine, of 32 or 64 a part in the paged
+        one, of which this is the decode program alone). The last column is the memory of temporaries that XLA plans, and what `fp8rl plan` counts for them. Nothing ran.
     """)
     heads = [
-        *("program", "recipe", "shape", "mesh", "sent once, GB", "sent a token, MB"),
+        *("program", "recipe", "shape", "mesh", "sent once, GB", "sent a step, MB"),
         "temporaries (planned), GB",
     ]
     return f"{about}\n\n{table(heads, rows)}"

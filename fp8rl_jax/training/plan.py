@@ -137,8 +137,12 @@ def memory_plan(
         f"masters ({recipe.master.name})": _device_bytes(kept, mesh),
         "optimizer state": _device_bytes(found, mesh),
     }
+    # cards that have a name are Hopper's, whatever this machine is
+    named = config.plan.device in DEVICE_BYTES
+    with tracing_for(1) if named else nullcontext():
+        backward = _backward(shape, config, masters, mesh, recipe.master == FLOAT32)
     phases = {
-        "backward": _backward(shape, config, masters, mesh, recipe.master == FLOAT32),
+        "backward": backward,
         "optimizer": {
             f"gradients ({recipe.weight_gradient.name})": _device_bytes(gradients, mesh),
             f"changed weights ({recipe.master.name})": _device_bytes(kept, mesh),
@@ -158,8 +162,7 @@ def memory_plan(
         always["what an update may go back to"] = _device_bytes((kept, state.optimizer), mesh)
     if size := config.support_size(shape.vocab_size):
         always[f"supports of {size} tokens (int32)"] = _support_bytes(config, size, mesh)
-    # cards that have a name are Hopper's, whatever this machine is
-    with tracing_for(1) if config.plan.device in DEVICE_BYTES else nullcontext():
+    with tracing_for(1) if named else nullcontext():
         rollout = _rollout(shape, config, recipe, served, mesh) if ours else {}
     sync = {
         f"weights in {dtype.name}": _device_bytes(policy, mesh) * dtype.itemsize // 4,
@@ -266,6 +269,9 @@ def _backward(
         rows, keys = prompts * r.samples_per_prompt, r.max_prompt_tokens + r.max_new_tokens
         tokens, length = prompts * r.max_prompt_tokens + rows * r.max_new_tokens, r.max_new_tokens
     queries = _queries(length, keys, t.attention_chunk)
+    hopper = selected_backend(config.precision.backend) == "hopper"
+    if hopper and width == 2 and shape.attention_dim <= 128:
+        queries = 0  # cuDNN's attention holds no scores
     layer = _layer_activations(shape, tokens, keys, width, queries / length)
     inputs = shape.num_layers * tokens * shape.hidden_size * width
     vocab = shape.vocab_size
