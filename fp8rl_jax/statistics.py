@@ -346,9 +346,11 @@ def over_problems(estimate: Estimate, differences: np.ndarray, resolution: np.nd
 
     Seeds and problems are crossed random factors of a table without replicates. The mean's variance
     is that over seeds plus what is left of the problems' mean square when that of the interaction
-    is taken away (Cornfield and Tukey, 1956); its degrees of freedom are Satterthwaite's (1946). Of
-    one pair all that problems spread by is theirs, and where no problem differs the interval is
-    that of the rule of three: 3 of them.
+    is taken away (Cornfield and Tukey, 1956); its degrees of freedom are Satterthwaite's (1946).
+    Where nearly all is taken away, these are so few that an interval says nothing. Then nothing is
+    taken away, if that makes the interval narrower: it errs on the safe side. Of one pair all that
+    problems spread by is theirs, and where no problem differs the interval is that of the rule of
+    three: 3 of them.
 
     Args:
         estimate: of the same differences, over seeds.
@@ -375,6 +377,15 @@ def over_problems(estimate: Estimate, differences: np.ndarray, resolution: np.nd
     )
     with np.errstate(invalid="ignore", divide="ignore"):
         freedom = (of_seeds + of_problems) ** 2 / spread
+        whole = between / (pairs * problems)
+        squares = of_seeds**2 / np.maximum(pairs - 1, 1) + whole**2 / (problems - 1)
+        of_whole = (of_seeds + whole) ** 2 / squares
+        widths = [
+            special.stdtrit(degrees, 0.975) * np.sqrt(of_seeds + variance)
+            for variance, degrees in ((of_problems, freedom), (whole, of_whole))
+        ]
+    safe = (of_problems > 0) & ~(widths[0] <= widths[1])
+    of_problems, freedom = np.where(safe, whole, of_problems), np.where(safe, of_whole, freedom)
     one, step = estimate.pairs < 2, np.where(np.isnan(resolution), np.inf, resolution)[..., None]
     alone = np.maximum(between / problems, (3 / special.ndtri(0.975) * step) ** 2)
     return estimate._replace(

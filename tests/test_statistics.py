@@ -238,6 +238,23 @@ def test_problems_never_narrow_an_interval():
             assert both.verdict == alone.verdict
 
 
+def test_equal_arms_have_an_interval_however_few_degrees_are_left():
+    """Answers that are right or wrong, four a problem: no accuracy differs by more than 1."""
+    rng, widest = np.random.default_rng(5), 0.0
+    for _ in range(300):
+        easy = rng.normal(0, 1.5, 50)
+        tables = {
+            name: rng.binomial(4, 1 / (1 + np.exp(-easy)), (2, 50)) / 4 for name in ("base", "arm")
+        }
+        means = {name: table.mean(1).tolist() for name, table in tables.items()}
+        found = compare_arms(means, "base", 0.02, resolution=1 / 200, by_problem=tables)["arm"]
+        assert found.detectable is not None and math.isfinite(found.detectable)
+        alone = compare_arms(means, "base", 0.02, resolution=1 / 200)["arm"]
+        more = found.difference.high - alone.difference.high
+        widest = max(widest, more)
+    assert widest < 1
+
+
 def test_of_one_seed_the_interval_is_over_problems():
     x = crossed(np.random.default_rng(2), n=1)
     tables = {"base": np.zeros(x.shape), "arm": x}
