@@ -20,6 +20,7 @@ from experiments.benchmarks.machine import facts
 from experiments.command import run_command
 from fp8rl_jax.config.run import MeshConfig, PlanConfig, RolloutConfig, RunConfig
 from fp8rl_jax.config.training import TrainerConfig
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.parallel import make_mesh
 from fp8rl_jax.parallel.collectives import collectives, sent_over
@@ -134,6 +135,9 @@ def compiled(program: Program) -> dict[str, Any]:
 def run(arguments: Arguments) -> None:
     """Compile what is asked for, and add it to the record."""
     path = Path(arguments.output)
+    if not any(arguments.only in program.name for program in PROGRAMS):
+        names = "; ".join(program.name for program in PROGRAMS)
+        raise UserError(f"--only: {arguments.only!r} is in none of: {names}")
     kept = json.loads(path.read_text())["programs"] if path.exists() else {}
     for program in PROGRAMS:
         if arguments.only not in program.name or (program.name in kept and not arguments.again):
