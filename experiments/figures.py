@@ -334,7 +334,8 @@ def pretraining() -> str:
             {base: of[base], arm: of[arm]}, base, 0.02, 0.05 / len(pairs), "lower"
         )[arm]
         x = found.difference
-        told.append(f"`{arm}` less `{base}` {x.mean:+.3f} ({x.low:+.3f} to {x.high:+.3f})")
+        limits, seen = f"{x.low:+.3f} to {x.high:+.3f}", f"{found.detectable:.3f}"
+        told.append(f"`{arm}` less `{base}` {x.mean:+.3f} ({limits}; {seen} could be seen)")
     about = """A policy of 0.3 million parameters over bytes, from scratch, 300 updates of 1,024 bytes in bfloat16 compute
         ([training.md](training.md#nvfp4-pretraining) says of what). `float32` differs from `bf16` in last bits alone."""
     beside = f"MXFP4 beside NVFP4, at 97.5 %, not registered before: {'; '.join(told)}."
@@ -1715,6 +1716,13 @@ def of_training(section: str, at: int, arms: Sequence[str]) -> tuple[str, str]:
     return f"loss less that without: {told}", f"{count} seeds"
 
 
+def without_scales() -> tuple[str, str]:
+    """Shares of diverged runs at the highest learning rate, of floats of few bits as they are."""
+    (found,) = training_page.sections(RESULTS)["sharpness"]
+    told = "; ".join(f"{row[0]} {row[-1].partition(';')[0]}" for row in found.rows)
+    return f"runs that diverged at the highest rate: {told}", "5 seeds"
+
+
 def spiked_in_rl() -> tuple[str, str]:
     """Runs with a spike, of each recipe at all learning rates."""
     kept = record("ablations/stability.json")
@@ -1833,6 +1841,12 @@ CLAIMS = (
         path="fp4/learning.json",
     ),
     Claim(
+        "How few bits does training bear without scales (To FP8 and Back Again)?",
+        without_scales,
+        command="python -m experiments.stability",
+        path="stability/runs.json",
+    ),
+    Claim(
         "Does FP8 make reinforcement learning spike?",
         spiked_in_rl,
         "Stability of reinforcement learning",
@@ -1882,6 +1896,7 @@ def results() -> str:
             trainer's probability of a sampled token over the rollout's. Accuracies have 95 % intervals over seeds. Differences
             are over seeds and held-out problems, at 95 % where no other level stands, with the verdict of `fp8rl ablate`:
             [statistics.md](statistics.md) has what it claims. [glossary.md](glossary.md) explains the words.
+            FP8-LM's, FP4's and the sharpness study's tables are in [training.md](training.md).
         """),
     ]
     for section in SECTIONS:
