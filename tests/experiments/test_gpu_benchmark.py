@@ -1047,7 +1047,7 @@ def test_a_step_runs_without_what_a_bare_machine_lacks_from_programs_compiled_be
 
     *programs, step, _ = folder.jobs["step"]
     compiled = command(programs)
-    assert len([name for name in compiled if name.startswith("jit__update-")]) == 2
+    assert len([name for name in compiled if name.startswith("jit_update_program-")]) == 2
     assert command([step]) == compiled  # a new process, which compiles nothing
     assert (
         folder.records["step"]["failed"] == {} and figures.STEP in folder.records["step"]["results"]
