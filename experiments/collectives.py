@@ -2,7 +2,7 @@
 without one: `python -m experiments.collectives`.
 
 Updates and rollouts of Qwen3's shapes, for meshes of H200s, by XLA's own partitioner. Bytes are
-those that one device sends over a ring: of an update, and of a token of the decode loop. It needs
+those that one device sends over a ring: of an update, and of a step of the decode loop. It needs
 `make toolchain`. Programs that the record has stay as they are unless `--again`; each takes a
 minute or two.
 """
@@ -127,7 +127,7 @@ def compiled(program: Program) -> dict[str, Any]:
         "mesh": program.mesh,
         "batch": [program.prompts, *SIZES],
         "once": sent_over((one for one in found if not one.loops), sizes),
-        "a_token": sent_over((one for one in found if one.loops), sizes),
+        "a_step": sent_over((one for one in found if one.loops), sizes),
         "temporary": made.memory_analysis().temp_size_in_bytes,
     }
 
@@ -139,23 +139,20 @@ def run(arguments: Arguments) -> None:
         names = "; ".join(program.name for program in PROGRAMS)
         raise UserError(f"--only: {arguments.only!r} is in none of: {names}")
     kept = json.loads(path.read_text())["programs"] if path.exists() else {}
+    plans = {program.name: {"planned": planned(program)} for program in PROGRAMS}
     for program in PROGRAMS:
         if arguments.only not in program.name or (program.name in kept and not arguments.again):
             continue
         kept[program.name] = found = compiled(program)
-        total = {part: sum(found[part].values()) for part in ("once", "a_token")}
+        total = {part: sum(found[part].values()) for part in ("once", "a_step")}
         print(f"{program.name}: {total} bytes sent", flush=True)
-        _write(path, kept)
-    _write(path, kept)
+        _write(path, kept, plans)
+    _write(path, kept, plans)
 
 
-def _write(path: Path, kept: dict[str, Any]) -> None:
+def _write(path: Path, kept: dict[str, Any], plans: dict[str, dict[str, int | None]]) -> None:
     """The record, with the present plans of all programs."""
-    ordered = {
-        each.name: kept[each.name] | {"planned": planned(each)}
-        for each in PROGRAMS
-        if each.name in kept
-    }
+    ordered = {name: kept[name] | plan for name, plan in plans.items() if name in kept}
     made = facts("experiments.collectives", [])
     path.write_text(json.dumps({"made": made, "programs": ordered}, indent=1) + "\n")
 

@@ -715,6 +715,7 @@ def on_meshes() -> str:
     """What devices send each other, and the temporary memory of a program beside what is planned."""
     found = record(COLLECTIVES)["programs"]
     prompts, samples, width, new = next(iter(found.values()))["batch"]
+    most = max(each["batch"][0] for each in found.values())
 
     def sent(by_axes: dict[str, int], unit: float) -> str:
         parts = [f"{axes} {n / unit:.3g}" for axes, n in by_axes.items() if n >= unit / 100]
@@ -727,7 +728,7 @@ def on_meshes() -> str:
             each["shape"],
             " x ".join(f"{axis} {size}" for axis, size in each["mesh"].items()),
             sent(each["once"], 1e9),
-            sent(each["a_token"], 1e6),
+            sent(each["a_step"], 1e6),
             "-"
             if each["planned"] is None
             else f"{each['temporary'] / 1e9:.1f} ({each['planned'] / 1e9:.1f})",
@@ -736,9 +737,9 @@ def on_meshes() -> str:
     ]
     about = prose(f"""
         Programs compiled for H200s that are not there, of prompts of {width} tokens with {samples} completions of {new} tokens
-        ({prompts} prompts an update, of the 32B model 128): bytes that one device sends over a ring, by the axes of the mesh that they travel along,
-        of all but the decode loop, and of a step of it (of all rows at once in the static engine, of 32 or 64 a part in the paged
-        one, of which this is the decode program alone). The last column is the memory of temporaries that XLA plans, and what `fp8rl plan` counts for them. Nothing ran.
+        ({prompts} prompts an update, of the 32B model {most}): bytes that one device sends over a ring, by the axes of the mesh that they travel along,
+        of all but the decode loop, and of a step of it (of all rows at once in the static engine, of a part's slots in the paged one, of which this is
+        the decode program alone). The last column is the memory of temporaries that XLA plans, and what `fp8rl plan` counts for them. Nothing ran.
     """)
     heads = [
         *("program", "recipe", "shape", "mesh", "sent once, GB", "sent a step, MB"),
@@ -1390,12 +1391,7 @@ SECTIONS = (
         for heading, name, about, counted in SIDE_BY_SIDE
     ),
     ablation("Stability of reinforcement learning", stability_in_rl, "stability", optional=True),
-    ablation(
-        "Pretraining",
-        pretraining,
-        "pretraining",
-        optional=True,
-    ),
+    ablation("Pretraining", pretraining, "pretraining", optional=True),
     ablation(
         "InfiR2's second stage",
         partial(
@@ -1604,14 +1600,14 @@ def trained_on_what_is_served() -> tuple[str, str]:
     return text, f"{found.seeds} seeds x {found.problems} problems"
 
 
-def each_less(name: str, arms: Sequence[str]) -> tuple[str, str]:
-    """Accuracy of some arms less that of the baseline."""
-    found, baseline = study(name), record(f"ablations/{name}.json")["baseline"]
-    text = "; ".join(f"`{arm}` {against(found.arms[arm])}" for arm in arms)
-    return (
-        f"accuracy less `{baseline}`'s: {text}",
-        f"{found.seeds} seeds x {found.problems} problems",
-    )
+def each_less(name: str, arms: Sequence[str], metric: str = "accuracy") -> tuple[str, str]:
+    """The primary metric of some arms less that of the baseline."""
+    kept = record(f"ablations/{name}.json")
+    compared = {row["arm"]: row for row in kept["comparisons"]}
+    text = "; ".join(f"`{arm}` {difference_of(compared[arm])}" for arm in arms)
+    over, problems = f"{len(kept['seeds'])} seeds", compared[arms[0]]["problems"]
+    over += f" x {problems} problems" if problems else ""
+    return f"{metric} less `{kept['baseline']}`'s: {text}", over
 
 
 def explored() -> tuple[str, str]:
@@ -1694,14 +1690,6 @@ def stepped() -> tuple[str, str]:
 STEP = {"seconds": "the step", "gen": "sampling", "train": "the rest"}
 
 
-def lost(name: str, arms: Sequence[str]) -> tuple[str, str]:
-    """Losses of some arms less the baseline's."""
-    kept = record(f"ablations/{name}.json")
-    compared = {row["arm"]: row for row in kept["comparisons"]}
-    told = "; ".join(f"`{arm}` {difference_of(compared[arm])}" for arm in arms)
-    return f"loss less `{kept['baseline']}`'s: {told}", f"{len(kept['seeds'])} seeds"
-
-
 def of_training(section: str, at: int, arms: Sequence[str]) -> tuple[str, str]:
     """Differences of some rows of a table of docs/training.md.
 
@@ -1720,7 +1708,8 @@ def without_scales() -> tuple[str, str]:
     """Shares of diverged runs at the highest learning rate, of floats of few bits as they are."""
     (found,) = training_page.sections(RESULTS)["sharpness"]
     told = "; ".join(f"{row[0]} {row[-1].partition(';')[0]}" for row in found.rows)
-    return f"runs that diverged at the highest rate: {told}", "5 seeds"
+    count = len({entry["seed"] for entry in record("stability/runs.json")["entries"]})
+    return f"runs that diverged at the highest rate: {told}", f"{count} seeds"
 
 
 def spiked_in_rl() -> tuple[str, str]:
@@ -1738,7 +1727,7 @@ def spiked_in_rl() -> tuple[str, str]:
     told = ", ".join(f"`{recipe}` {share(of)}" for recipe, of in runs.items())
     return (
         f"runs with a spike of loss or gradient norm: {told}",
-        f"{len(kept['seeds'])} seeds at each of 3 learning rates",
+        f"{len(kept['seeds'])} seeds at each of {len(kept['arms']) // len(runs)} learning rates",
     )
 
 
@@ -1815,12 +1804,14 @@ CLAIMS = (
     ),
     Claim(
         "What do formats cost a model that is trained from scratch on text? Nats a byte",
-        partial(lost, "pretraining", ("nvfp4", "nvfp4-plain", "mxfp4", "mxfp8", "infir2")),
+        partial(
+            each_less, "pretraining", ("nvfp4", "nvfp4-plain", "mxfp4", "mxfp8", "infir2"), "loss"
+        ),
         "Pretraining",
     ),
     Claim(
         "And FP8 in pretraining and in supervised training behind it (InfiR2)?",
-        partial(lost, "infir2_sft", ("infir2", "infir2-float32_scales")),
+        partial(each_less, "infir2_sft", ("infir2", "infir2-float32_scales"), "loss"),
         "InfiR2's second stage",
     ),
     Claim(

@@ -17,7 +17,7 @@ feed-forward layer or experts), the whole pass, the stack of layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -115,15 +115,13 @@ class TransformerLayer:
     def _project(self, x: Array, weights: Sequence[Tensor], out_dtype: jnp.dtype) -> list[Array]:
         rows = flatten_many_rows(x)
         operands = [as_weight(w.value) for w in weights]
-        kinds = [jax.tree.structure(weight) for weight in operands]
-        out: dict[int, Array] = {}
-        for kind in dict.fromkeys(kinds):
-            own = [i for i, other in enumerate(kinds) if other == kind]
-            alike = [operands[i] for i in own]
+
+        def multiply(_, alike: list[Any]) -> list[Array]:
             prepared = self.prepare(rows, alike[0])
-            products = multiply_all(prepared, alike, out_dtype, self.compute)
-            out |= zip(own, products, strict=True)
-        return [out[i].reshape(*x.shape[:-1], -1) for i in range(len(weights))]
+            return multiply_all(prepared, alike, out_dtype, self.compute)
+
+        products = _by_kind(multiply, operands, map(jax.tree.structure, operands))
+        return [product.reshape(*x.shape[:-1], -1) for product in products]
 
     def project_cached(self, x: Array, weight: Tensor) -> Array:
         """Multiply what the cache keeps, [rows, slots, n]."""
@@ -154,34 +152,43 @@ def _over_axes(
     """`project` inside of a `jax.shard_map` that leaves some axes to XLA, which would gather the
     weights of kernels: in another one over these, each device with its part of each weight."""
     mesh, whole = jax.sharding.get_abstract_mesh(), PartitionSpec()
-    kinds = [_split_of(weight, axes, mesh) for weight in weights]
-    out: dict[int, Array] = {}
-    for kind in dict.fromkeys(kinds):
-        own = [i for i, other in enumerate(kinds) if other == kind]
-        alike = [weights[i] for i in own]
+
+    def multiply(kind: tuple[tuple[str, ...], bool], alike: list[Tensor]) -> list[Array]:
         over, contracted = kind
         if not over:
-            out |= zip(own, project(x, alike, x.dtype), strict=True)
-            continue
+            return project(x, alike, x.dtype)
         last = PartitionSpec(*(None,) * (x.ndim - 1), over)
         placed = jax.tree.map(lambda s: s.spec, policy_shardings(alike, mesh, DECODE_RULES))
 
-        def run(x, alike, over=over, contracted=contracted):
+        def run(x, alike):
             if not contracted:
                 return project(x, alike, x.dtype)
             # added up in float32 and rounded once, as on one device
             sums = lax.psum(project(x, alike, jnp.float32), over)
             return [rounded(total, x.dtype) for total in sums]
 
-        products = jax.shard_map(
+        return jax.shard_map(
             run,
             in_specs=(last if contracted else whole, placed),
             out_specs=whole if contracted else last,
             axis_names=set(axes),
             check_vma=False,
         )(x, alike)
-        out |= zip(own, products, strict=True)
-    return [out[i] for i in range(len(weights))]
+
+    return _by_kind(multiply, weights, (_split_of(weight, axes, mesh) for weight in weights))
+
+
+def _by_kind(
+    run: Callable[[Any, list[Any]], list[Array]], items: Sequence[Any], kinds: Iterable[Any]
+) -> list[Array]:
+    """`run` of each kind with its items, which gives an array for each; in the order of `items`."""
+    own: dict[Any, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        own.setdefault(kind, []).append(i)
+    out: dict[int, Array] = {}
+    for kind, places in own.items():
+        out |= zip(places, run(kind, [items[i] for i in places]), strict=True)
+    return [out[i] for i in range(len(items))]
 
 
 def _split_of(

@@ -42,12 +42,13 @@ _SLURM_STEP = (
     "SLURM_LOCALID",
 )
 _LAUNCHERS = {
-    "MPICH": ("PMI_SIZE", "PMI_RANK"),
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "MPICH": ("PMI_SIZE", "PMI_RANK"),
     "torchrun": ("WORLD_SIZE", "RANK"),
     "a Kubernetes Indexed Job": ("", "JOB_COMPLETION_INDEX"),
 }
 """Variables of the number of processes, and of this one's number."""
+_FOUND_BY_JAX = ("SLURM", "Open MPI")
 _FAULT_BYTES = 1000
 _SIGNS_OF_LOSS = ("Gloo ", "NCCL ", "onnection closed by peer", "onnection reset by peer")
 _JAX_HEARTBEAT = 100
@@ -73,8 +74,11 @@ def initialize(config: MeshConfig, environ: Mapping[str, str] = os.environ) -> N
     """
     place, devices = _explicit(config, environ), None
     if place is None:
-        if _tasks(environ) <= 1:
-            _refuse_alone(environ)
+        launcher, count, number = _launched(environ)
+        if launcher not in _FOUND_BY_JAX:
+            _refuse_alone(launcher, count, number)
+            return
+        if count <= 1:
             return
         devices = _local_devices(environ)
         place = _detected()
@@ -320,7 +324,10 @@ def _detected() -> tuple[str, int, int]:
 
 
 def _launched(environ: Mapping[str, str]) -> tuple[str, int, int]:
-    """(launcher, processes, number of this one); 0 and -1 where nothing says it."""
+    """(launcher, processes, number of this one); 0 and -1 where nothing says it.
+
+    A SLURM allocation without `srun` is one process, however many tasks it has room for.
+    """
     if all(name in environ for name in _SLURM_STEP):
         return "SLURM", int(environ["SLURM_NTASKS"]), int(environ["SLURM_PROCID"])
     for launcher, (count, number) in _LAUNCHERS.items():
@@ -329,12 +336,11 @@ def _launched(environ: Mapping[str, str]) -> tuple[str, int, int]:
     return "", 0, -1
 
 
-def _refuse_alone(environ: Mapping[str, str]) -> None:
+def _refuse_alone(launcher: str, count: int, number: int) -> None:
     """Refuse to train alone beside others that do the same.
 
     The first pod of an Indexed Job cannot tell whether there are others; these then refuse.
     """
-    launcher, count, number = _launched(environ)
     if count > 1 or (not count and number > 0):
         size = "" if count else " and mesh.num_processes"
         raise UserError(
@@ -376,16 +382,6 @@ def _explicit(config: MeshConfig, environ: Mapping[str, str]) -> tuple[str, int,
             f"{last}"
         )
     return config.coordinator, config.num_processes, config.process_id
-
-
-def _tasks(environ: Mapping[str, str]) -> int:
-    """Tasks of the SLURM step or Open MPI launch that this process belongs to; 1 outside of both.
-
-    A SLURM allocation without `srun` is one process, however many tasks it has room for.
-    """
-    if all(name in environ for name in _SLURM_STEP):
-        return int(environ["SLURM_NTASKS"])
-    return int(environ.get("OMPI_COMM_WORLD_SIZE", 1))
 
 
 def _local_devices(environ: Mapping[str, str]) -> list[int] | None:

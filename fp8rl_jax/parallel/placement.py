@@ -50,6 +50,18 @@ def shard_policy(tree: Any, mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) ->
     return to_global(tree, policy_shardings(tree, mesh, rules))
 
 
+def placed_shapes(tree: Any, shardings: Any) -> Any:
+    """Give shapes their places, for what is lowered from shapes alone.
+
+    Args:
+        tree: of ShapeDtypeStructs.
+        shardings: one for all leaves, or a tree of them.
+    """
+    if isinstance(shardings, NamedSharding):
+        return jax.tree.map(lambda x: x.update(sharding=shardings), tree)
+    return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), tree, shardings)
+
+
 def batch_sharding(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> NamedSharding:
     """Make the sharding of arrays whose first axis is prompts or completions."""
     return NamedSharding(mesh, PartitionSpec(rules.mesh_axes("batch")))

@@ -22,7 +22,7 @@ from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import quantized_base
-from fp8rl_jax.models.lora import init_adapters, join, norms_of, split
+from fp8rl_jax.models.lora import Trained, init_adapters, join, norms_of, split
 from fp8rl_jax.models.policy import Policy, cast, linear_names
 from fp8rl_jax.parallel import checksums, to_host
 from fp8rl_jax.precision import describe, quantized_layers
@@ -42,6 +42,21 @@ def base_formats(config: RunConfig, shape: PolicyConfig) -> dict[str, TensorForm
         stacks[f"layers.{name.split('.', 2)[2]}.weight"].add(fmt)
     found = {path: formats.pop() for path, formats in stacks.items() if len(formats) == 1}
     return {path: fmt for path, fmt in found.items() if fmt.quantized}
+
+
+def adapted_shapes(
+    policy: Policy, config: RunConfig, recipe: Recipe
+) -> tuple[Trained, Policy | None]:
+    """Find the shapes of what is trained of a policy and of what is frozen, as `adapt` and `split`
+    give them.
+
+    Args:
+        policy: of shapes.
+        config, recipe: as in `adapt`. An adapter's file, which is not read, has the shapes of a new
+            one.
+    """
+    fresh = replace(config, lora=replace(config.lora, path=""))
+    return split(jax.eval_shape(partial(adapt, config=fresh, recipe=recipe), policy))
 
 
 def adapt(policy: Policy, config: RunConfig, recipe: Recipe) -> Policy:

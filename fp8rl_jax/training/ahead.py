@@ -19,12 +19,12 @@ from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import rollout_policy
 from fp8rl_jax.models.lora import join, split
 from fp8rl_jax.models.policy import init_policy, with_scales
-from fp8rl_jax.parallel import batch_sharding, batch_shards, policy_shardings
+from fp8rl_jax.parallel import batch_sharding, batch_shards, placed_shapes, policy_shardings
 from fp8rl_jax.rollout.paged.host import lower_decode
 from fp8rl_jax.rollout.paged.layout import choose_layout
 from fp8rl_jax.rollout.sampler import Prompts, generate
 from fp8rl_jax.rollout.sampling import Sampling
-from fp8rl_jax.training.adapters import adapt
+from fp8rl_jax.training.adapters import adapted_shapes
 from fp8rl_jax.training.batch import Batch
 from fp8rl_jax.training.learner import micro_batches, step_config
 from fp8rl_jax.training.state import init_state, make_optimizer
@@ -47,25 +47,21 @@ def lower_update(
     """
     recipe, r = config.resolved_recipe(), config.rollout
     optimizer = make_optimizer(config.optimizer, 1, recipe)
-    fresh = replace(config, lora=replace(config.lora, path=""))
     step = step_config(config, recipe)
     parts = micro_batches(config.trainer, r.prompts_per_step) // config.trainer.updates_per_rollout
     step = replace(step, micro_batches=parts)
     with jax.set_mesh(mesh):
         policy = jax.eval_shape(lambda: init_policy(shape, jax.random.key(0)))
-        policy = jax.eval_shape(partial(adapt, config=fresh, recipe=recipe), policy)
-        trained, frozen = split(policy)
+        trained, frozen = adapted_shapes(policy, config, recipe)
         state = jax.eval_shape(
             partial(init_state, optimizer=optimizer, scaling=step.loss_scale),
             join(trained, frozen),
         )
         state = replace(state, policy=split(state.policy)[0])
-        batch = _batch(config, step)
-        sharded = batch_sharding(mesh)
         return update_program.lower(
-            _placed(state, policy_shardings(state, mesh)),
-            _placed(frozen, policy_shardings(frozen, mesh)),
-            _placed(batch, jax.tree.map(lambda _: sharded, batch)),
+            placed_shapes(state, policy_shardings(state, mesh)),
+            placed_shapes(frozen, policy_shardings(frozen, mesh)),
+            placed_shapes(_batch(config, step), batch_sharding(mesh)),
             step,
             optimizer,
         )
@@ -95,11 +91,11 @@ def lower_rollout(
         if recipe.quantizes_cache:
             scales = _array(jnp.float32, shape.num_layers)
             served = with_scales(served, KVScales(scales, scales, scales))
-        served = _placed(served, policy_shardings(served, mesh))
+        served = placed_shapes(served, policy_shardings(served, mesh))
         count = r.prompts_per_step
         ints = (count, r.max_prompt_tokens), (count,), (count,)
         prompts = Prompts(*(_array(jnp.int32, *sides) for sides in ints))
-        prompts = _placed(prompts, jax.tree.map(lambda _: batch_sharding(mesh), prompts))
+        prompts = placed_shapes(prompts, batch_sharding(mesh))
         if r.engine == "paged":
             part = count // batch_shards(mesh), r.max_prompt_tokens
             hopper = selected_backend(config.precision.backend) == "hopper"
@@ -132,11 +128,3 @@ def _batch(config: RunConfig, step: StepConfig) -> Batch:
 
 def _array(dtype: Any, *sides: int) -> Any:
     return jax.ShapeDtypeStruct(sides, dtype)
-
-
-def _placed(tree: Any, shardings: Any) -> Any:
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        tree,
-        shardings,
-    )

@@ -57,9 +57,12 @@ def check_mesh(config: RunConfig, shape: PolicyConfig, mesh: jax.sharding.Mesh) 
     Raises:
         UserError: naming the key, and the sizes that fit.
     """
-    r, trainer = config.rollout, config.trainer
+    r, trainer, sft = config.rollout, config.trainer, config.sft
     check_batch(r.prompts_per_step, mesh, "rollout.prompts_per_step")
-    if config.task.kind != "text" and not trainer.packing:  # packed rows are filled up
+    if config.task.kind == "text":
+        key = "sft.micro_batch_rows" if sft.micro_batch_rows else "sft.batch_size"
+        check_batch(sft.micro_batch_rows or sft.batch_size, mesh, key)
+    elif not trainer.packing:  # packed rows are filled up
         if trainer.micro_batch_prompts:
             check_batch(trainer.micro_batch_prompts, mesh, "trainer.micro_batch_prompts")
         part = r.prompts_per_step // trainer.updates_per_rollout

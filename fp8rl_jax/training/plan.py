@@ -62,7 +62,7 @@ from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.paged.host import PART_RULES
 from fp8rl_jax.rollout.paged.layout import choose_layout
 from fp8rl_jax.rollout.sampler import cache_dtype, loop_dtype
-from fp8rl_jax.training.adapters import adapt
+from fp8rl_jax.training.adapters import adapted_shapes
 from fp8rl_jax.training.gradients import check_gradients, kept_gradients
 from fp8rl_jax.training.source import find_model
 from fp8rl_jax.training.state import init_state, make_optimizer
@@ -122,9 +122,7 @@ def memory_plan(
     policy = jax.eval_shape(lambda key: init_policy(shape, key), jax.random.key(0))
     on_text = config.task.kind == "text"
     optimizer = make_optimizer(config.sft.optimizer if on_text else config.optimizer, 1, recipe)
-    # an adapter's file has the shapes of a new one
-    fresh = replace(config, lora=replace(config.lora, path=""))
-    trained, frozen = split(jax.eval_shape(partial(adapt, config=fresh, recipe=recipe), policy))
+    trained, frozen = adapted_shapes(policy, config, recipe)
     state = jax.eval_shape(partial(init_state, optimizer=optimizer), join(trained, frozen))
     kept = split(state.policy)[0]
     gradients, _ = jax.eval_shape(partial(kept_gradients, recipe=recipe), trained)
@@ -138,8 +136,8 @@ def memory_plan(
         "optimizer state": _device_bytes(found, mesh),
     }
     # cards that have a name are Hopper's, whatever this machine is
-    named = config.plan.device in DEVICE_BYTES
-    with tracing_for(1) if named else nullcontext():
+    on_card = partial(tracing_for, 1) if config.plan.device in DEVICE_BYTES else nullcontext
+    with on_card():
         backward = _backward(shape, config, masters, mesh, recipe.master == FLOAT32)
     phases = {
         "backward": backward,
@@ -162,7 +160,7 @@ def memory_plan(
         always["what an update may go back to"] = _device_bytes((kept, state.optimizer), mesh)
     if size := config.support_size(shape.vocab_size):
         always[f"supports of {size} tokens (int32)"] = _support_bytes(config, size, mesh)
-    with tracing_for(1) if named else nullcontext():
+    with on_card():
         rollout = _rollout(shape, config, recipe, served, mesh) if ours else {}
     sync = {
         f"weights in {dtype.name}": _device_bytes(policy, mesh) * dtype.itemsize // 4,

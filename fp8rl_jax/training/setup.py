@@ -19,7 +19,7 @@ from fp8rl_jax.config.schema import validate
 from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.models.lora import split
 from fp8rl_jax.models.policy import linear_names, parameter_count
-from fp8rl_jax.parallel import check_batch, initialize, leave_on_failure, make_mesh
+from fp8rl_jax.parallel import initialize, leave_on_failure, make_mesh
 from fp8rl_jax.precision import check_recipe, quantized_layers
 from fp8rl_jax.rl import check_functions
 from fp8rl_jax.rollout.engine import RolloutEngine
@@ -144,13 +144,13 @@ def _built(
     if sampled:
         check_functions(config.rl, r.samples_per_prompt)
     mesh = make_mesh(config.mesh)
-    check_mesh(config, model_shape(config), mesh)
-    is_text = config.task.kind == "text"
+    shape, is_text = model_shape(config), config.task.kind == "text"
+    check_mesh(config, shape, mesh)
     if (sampled or is_text) and not config.dry_run:
-        check_fits(model_shape(config), config, dict(mesh.shape))
+        check_fits(shape, config, dict(mesh.shape))
     policy, tokenizer = load_model(config, mesh)
     if is_text:
-        return _of_text(config, Session(policy, tokenizer, config=config, engine=engine), mesh)
+        return _of_text(config, Session(policy, tokenizer, config=config, engine=engine))
     longest = r.max_prompt_tokens + r.max_new_tokens
     if longest > policy.config.max_position_embeddings:
         raise UserError(
@@ -174,14 +174,11 @@ def _built(
     )
 
 
-def _of_text(config: RunConfig, session: Session, mesh: jax.sharding.Mesh) -> Setup:
+def _of_text(config: RunConfig, session: Session) -> Setup:
     """The parts of a run on text."""
     width, positions = config.sft.row_tokens, session.weights.config.max_position_embeddings
     if width > positions:
         raise UserError(f"sft.row_tokens = {width} exceeds the model's {positions} positions")
-    rows = config.sft.micro_batch_rows or config.sft.batch_size
-    key = "sft.micro_batch_rows" if config.sft.micro_batch_rows else "sft.batch_size"
-    check_batch(rows, mesh, key)
     train, held_out = (
         tokenized(some, session.encoder, width) for some in load_documents(config.task)
     )

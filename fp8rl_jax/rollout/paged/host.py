@@ -19,6 +19,7 @@ from fp8rl_jax.parallel import (
     DECODE_RULES,
     DEFAULT_RULES,
     PROGRESS,
+    placed_shapes,
     policy_shardings,
     split_batch,
     to_host,
@@ -79,11 +80,7 @@ def lower_decode(
     """
     served, mesh = jax.eval_shape(_gather, policy), jax.sharding.get_abstract_mesh()
     if not mesh.empty:
-        served = jax.tree.map(
-            lambda x, sharding: x.update(sharding=sharding),
-            served,
-            policy_shardings(served, mesh, PART_RULES),
-        )
+        served = placed_shapes(served, policy_shardings(served, mesh, PART_RULES))
     key = jax.eval_shape(lambda: jax.random.key(0))
     keys = jax.eval_shape(partial(_row_keys, samples=samples), key, prompts.ids)
     each = jax.ShapeDtypeStruct(prompts.lengths.shape, jnp.int32)
