@@ -46,14 +46,18 @@ def stubborn(path):
 
 def daemon(path):
     """Fork, setsid, fork: nothing but its parents' numbers ties it to this process, and the parents
-    are gone."""
+    are gone, and reaped, when its number is written."""
+    reader, writer = os.pipe()
     if os.fork() == 0:
         os.setsid()
-        if os.fork() == 0:
-            write(path, os.getpid())
+        if (pid := os.fork()) == 0:
             time.sleep(1000)
+        os.write(writer, str(pid).encode())
         os._exit(0)
     os.wait()
+    write(path, int(os.read(reader, 32)))
+    os.close(reader)
+    os.close(writer)
 
 
 def group(path):
