@@ -10,9 +10,8 @@ minute or two.
 from __future__ import annotations
 
 import json
-import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,10 @@ from fp8rl_jax.config.run import MeshConfig, PlanConfig, RolloutConfig, RunConfi
 from fp8rl_jax.config.training import TrainerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.parallel import make_mesh
-from fp8rl_jax.parallel.collectives import collectives, sent_over
-from fp8rl_jax.training.ahead import lower_rollout, lower_update
+from fp8rl_jax.training.ahead import compile_for_hopper, lower_rollout, lower_update
 from fp8rl_jax.training.plan import memory_plan, mesh_sizes
 from fp8rl_jax.weights.hf_config import read_policy_config
-from pallas_kernels.backend import tracing_for
-from pallas_kernels.check.compile import SMS, TARGET, activate_toolchain
+from pallas_kernels.check.compile import activate_toolchain
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "experiments" / "results" / "collectives.json"
@@ -104,31 +100,16 @@ def planned(program: Program) -> int | None:
 
 def compiled(program: Program) -> dict[str, Any]:
     """Compile a program, and read what it sends and holds."""
-    from jax._src.cudnn import fused_attention_stablehlo
-    from jax.experimental import topologies
-
-    # asked when cuDNN's attention is lowered, for what it can do; the library is not needed
-    fused_attention_stablehlo.check_cudnn_version = lambda: 91300  # ty: ignore[invalid-assignment]
     shape, config = configured(program)
-    sizes = mesh_sizes(config.mesh)
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=TARGET.read_text(),
-        topology=f"1x1x{math.prod(sizes.values())}",
-    )
     lower = lower_update if program.what == "update" else lower_rollout
-    with tracing_for(SMS):
-        made = lower(shape, config, make_mesh(config.mesh, topology.devices)).compile()
-    found = collectives(made.as_text())
+    found = compile_for_hopper(lower, shape, config, mesh_sizes(config.mesh))
     return {
         "what": program.what,
         "recipe": program.recipe,
         "shape": program.shape,
         "mesh": program.mesh,
         "batch": [program.prompts, *SIZES],
-        "once": sent_over((one for one in found if not one.loops), sizes),
-        "a_step": sent_over((one for one in found if one.loops), sizes),
-        "temporary": made.memory_analysis().temp_size_in_bytes,
+        **asdict(found),
     }
 
 

@@ -748,6 +748,76 @@ def on_meshes() -> str:
     return f"{about}\n\n{table(heads, rows)}"
 
 
+PLANS = "plans.json"
+
+
+def planned() -> str:
+    """The best meshes for several models, and what a step takes at least."""
+    found = record(PLANS)
+    rows = []
+    for each in found["plans"]:
+        row = [each["shape"], f"{each['devices']}", f"`{each['recipe']}`"]
+        if not each["fits"]:
+            rows.append([*row, "none fits", *5 * ["-"]])
+            continue
+        seconds = each["seconds"]
+        rollout = seconds["prefill"] + seconds["decode"]
+        mesh = " x ".join(f"{axis} {size}" for axis, size in each["mesh"].items())
+        times = (rollout, seconds["update"], sum(seconds.values()))
+        row += [mesh, f"{each['bytes'] / 1e9:.1f}", *(f"{x:.3g}" for x in times)]
+        rows.append([*row, f"{each['tokens']:,.0f}"])
+    about = prose(f"""
+        What `fp8rl plan` models of several {found["chip"].upper()}s: the mesh with the shortest step among all on which the run fits,
+        memory, and the seconds that a step takes at least (of data sheets; nothing was compiled or measured, and real steps
+        take longer), of prompts of 1,024 tokens with 8 completions of 2,048, 128 prompts a step or one a device. What is
+        exchanged is held to the compiled programs above (`tests/training/test_roofline.py`).
+    """)
+    heads = ["model", "devices", "recipe", "mesh", "GB a device"]
+    heads += ["rollout, s", "update, s", "step at least, s", "tokens/s at most"]
+    return f"{about}\n\n{table(heads, rows)}\n\n{_claims(found['plans'])}"
+
+
+CLAIMS = (
+    ("FP8-RL (2601.18150), W8A8 linears, 8B", "rollout", "1.10 to 1.20", "fp8-rollout"),
+    ("FP8-RL, linears and KV cache, 8B", "rollout", "1.44", "fp8-rl"),
+    ("Jet-RL (2601.14243), one FP8 flow", "rollout", "up to 1.33", "jet-rl"),
+    ("Jet-RL", "update", "1.41", "jet-rl"),
+    ("Jet-RL", "step", "1.16", "jet-rl"),
+    ("NeMo RL, end-to-end FP8", "step", "1.18 to 1.33 (15 to 25 % less)", "fp8-e2e"),
+    ("NeMo RL, with KV cache and attention", "rollout", "1.48", "fp8-e2e-kv"),
+)
+"""Whose claim, of what, times bfloat16 as published, and the recipe here."""
+
+
+def _claims(plans: list[dict[str, Any]]) -> str:
+    """What was published of speeds, what the model leaves room for, and what was measured."""
+    alike = [each for each in plans if (each["shape"], each["devices"]) == ("qwen3-8b", 8)]
+
+    def seconds(recipe: str, part: str) -> float:
+        (found,) = (each["seconds"] for each in alike if each["recipe"] == recipe)
+        parts = {"rollout": ("prefill", "decode"), "update": ("update",), "step": [*found]}[part]
+        return sum(found[name] for name in parts)
+
+    rows = [
+        [
+            who,
+            part,
+            published,
+            f"`{recipe}`",
+            f"{seconds('bf16', part) / seconds(recipe, part):.2f}",
+            "no card for a whole " + part,
+        ]
+        for who, part, published, recipe in CLAIMS
+    ]
+    about = prose("""
+        The speeds that were published of such systems, as times bfloat16, and how much the model above leaves room for: Qwen3-8B on 8
+        devices, `bf16` over the recipe. It is a bound: kernels that reach part of a rate, and all that is no product, bring it
+        down. What was measured is a step of the decode loop on one card, and products ([below](#on-one-h200-after-the-kernels-were-rewritten)).
+    """)
+    heads = ["system", "of", "published", "here", "at most, modelled", "measured"]
+    return f"{about}\n\n{table(heads, rows)}"
+
+
 def exact() -> str:
     """Exact mode: that it is, and what it costs."""
     steps = "; ".join(
@@ -1376,6 +1446,9 @@ SECTIONS = (
         "python -m experiments.collectives",
         COLLECTIVES,
         optional=True,
+    ),
+    Section(
+        "Meshes before the devices", planned, "python -m experiments.plans", PLANS, optional=True
     ),
     Section("Exact mode", exact, "python -m experiments.identity", "exact/identity.json"),
     ablation("Corrections", correction, "correction"),

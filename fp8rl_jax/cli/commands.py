@@ -163,14 +163,30 @@ def _described(config: RunConfig) -> dict[str, str]:
 def plan(config: RunConfig) -> int:
     """Print what a run needs of a device's memory, from the model's config.json alone.
 
-    Axes of the mesh that are -1 count as 1. Returns 1 where it is known not to fit.
+    Of a chip that --plan.chip names also how long a step takes at least, and the best meshes of
+    --plan.devices; --plan.compile compiles for them. Returns 1 where it is known not to fit.
     """
+    if config.plan.compile:
+        from pallas_kernels.check.compile import activate_toolchain, missing_toolchain
+
+        if lack := missing_toolchain():
+            raise UserError(f"plan.compile: {lack}; or leave it false")
+        activate_toolchain()
     start_jax()
-    from fp8rl_jax.training.plan import mesh_sizes, report
+    from fp8rl_jax.config.chips import CHIPS
+    from fp8rl_jax.training import ahead, roofline
+    from fp8rl_jax.training.checks import check_mesh
+    from fp8rl_jax.training.plan import abstract_mesh, mesh_sizes, report
     from fp8rl_jax.training.source import model_shape
 
-    text, fits = report(model_shape(config), config, mesh_sizes(config.mesh))
-    print(text)
+    shape, sizes = model_shape(config), mesh_sizes(config.mesh, config.plan.devices)
+    check_mesh(config, shape, abstract_mesh(sizes))
+    text, fits = report(shape, config, sizes)
+    print(text, flush=True)
+    if config.plan.chip in CHIPS:
+        print(roofline.describe(shape, config, sizes), flush=True)
+    if config.plan.compile:
+        print(ahead.describe(shape, config, sizes))
     return 0 if fits else 1
 
 

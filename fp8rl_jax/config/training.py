@@ -8,16 +8,13 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+from fp8rl_jax.config.chips import CHIPS
 from fp8rl_jax.config.formats import ELEMENTS, FLOAT32
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.schema import above, at_least, one_of, report, within
 
 _MAX_BETA2_OF_E4M3 = 0.99  # training/optimizer.py derives it
 _LossScaleMode = Literal["auto", "dynamic", "static", "none"]
-
-
-DEVICE_BYTES = {"h100": 80_000_000_000, "h200": 141_000_000_000}
-"""Memory of cards that plan.device may name."""
 
 
 @dataclass(frozen=True)
@@ -329,22 +326,30 @@ class TrackingConfig:
 class PlanConfig:
     """What a device can hold: `fp8rl plan`, and the check before a run."""
 
-    device: str = ""
-    """Card (h100, h200) or bytes, such as 141e9, of one device; empty: what the device reports."""
+    chip: str = ""
+    """A device by its name (h100, h200, h20, a100, b200, gb200, tpu-v6e), or its bytes, such as
+    141e9; empty: what the device here reports. Of one that has a name `fp8rl plan` also says how
+    long a step takes at least, the largest batch, and which meshes are best."""
+    devices: int = 0
+    """So many of them; an axis of the mesh that is -1 takes what is left. 0: as many as the mesh
+    says, where -1 is 1."""
+    compile: bool = False
+    """`fp8rl plan` compiles update and rollout for that mesh, which takes a minute or more, and
+    says what XLA plans of memory and what devices send each other; for Hopper, where `make
+    toolchain` or JAX's CUDA plugin is there."""
     check: bool = True
     """Refuse a run whose plan exceeds the device's memory, before anything large is loaded."""
 
     def problems(self) -> list[str]:
         """List every value that cannot work, one line each; empty where all is well."""
+        faults = []
         try:
-            known = (
-                not self.device or self.device in DEVICE_BYTES or 0 < float(self.device) < math.inf
-            )
+            known = not self.chip or self.chip in CHIPS or 0 < float(self.chip) < math.inf
         except ValueError:
             known = False
-        names = ", ".join(DEVICE_BYTES)
-        return (
-            []
-            if known
-            else [f"plan.device = {self.device!r}: give one of {names}, or bytes, as in 141e9"]
-        )
+        if not known:
+            names = ", ".join(CHIPS)
+            faults.append(f"plan.chip = {self.chip!r}: give one of {names}, or bytes, as in 141e9")
+        if fault := at_least("plan.devices", self.devices, 0):
+            faults.append(fault)
+        return faults

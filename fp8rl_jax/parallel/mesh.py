@@ -34,11 +34,15 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """
     devices = jax.devices() if devices is None else list(devices)
     return jax.make_mesh(
-        _sizes(config, len(devices)), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
+        axis_sizes(config, len(devices)),
+        AXES,
+        axis_types=(AxisType.Auto,) * len(AXES),
+        devices=devices,
     )
 
 
-def _sizes(config: MeshConfig, devices: int) -> tuple[int, ...]:
+def axis_sizes(config: MeshConfig, devices: int) -> tuple[int, ...]:
+    """Find the sizes of AXES for so many devices; raises UserError as `make_mesh`."""
     sizes = {axis: getattr(config, axis) for axis in AXES}
     for axis, size in sizes.items():
         if size != -1 and size < 1:

@@ -82,7 +82,9 @@ def batch_shards(mesh: Mesh | AbstractMesh, rules: ShardingRules = DEFAULT_RULES
     return math.prod(mesh.shape[axis] for axis in rules.mesh_axes("batch") if axis in mesh.shape)
 
 
-def check_batch(rows: int, mesh: Mesh, key: str, rules: ShardingRules = DEFAULT_RULES) -> None:
+def check_batch(
+    rows: int, mesh: Mesh | AbstractMesh, key: str, rules: ShardingRules = DEFAULT_RULES
+) -> None:
     """Refuse a batch that the mesh cannot split into equal parts.
 
     Rows of one prompt are neighbours, so it is the number of prompts that has to divide.

@@ -6,20 +6,32 @@ what they send each other. `jax.experimental.topologies` stands for the devices.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.chips import CHIPS
+from fp8rl_jax.config.run import MeshConfig, RunConfig
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import rollout_policy
 from fp8rl_jax.models.lora import join, split
 from fp8rl_jax.models.policy import init_policy, with_scales
-from fp8rl_jax.parallel import batch_sharding, batch_shards, placed_shapes, policy_shardings
+from fp8rl_jax.parallel import (
+    batch_sharding,
+    batch_shards,
+    make_mesh,
+    placed_shapes,
+    policy_shardings,
+)
+from fp8rl_jax.parallel.collectives import collectives, sent_over
 from fp8rl_jax.rollout.paged.host import lower_decode
 from fp8rl_jax.rollout.paged.layout import choose_layout
 from fp8rl_jax.rollout.sampler import Prompts, generate
@@ -27,8 +39,10 @@ from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.adapters import adapted_shapes
 from fp8rl_jax.training.batch import Batch
 from fp8rl_jax.training.learner import micro_batches, step_config
+from fp8rl_jax.training.roofline import size_text
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import StepConfig, update_program
+from pallas_kernels.backend import tracing_for
 from pallas_kernels.matmul import selected_backend
 
 
@@ -105,6 +119,120 @@ def lower_rollout(
         key = jax.eval_shape(lambda: jax.random.key(0))
         given = prompts.tokens, prompts.lengths, prompts.ids, key
         return generate.lower(served, *given, samples=r.samples_per_prompt, sampling=sampling)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What XLA plans of a program for Hopper.
+
+    Attributes:
+        once: bytes that one device sends over a ring, by mesh axes, in all but loops whose number
+            of rounds the program does not say.
+        a_step: the same of one round of those: of the decode loop.
+        temporary: bytes of memory beside arguments and results.
+    """
+
+    once: dict[str, int]
+    a_step: dict[str, int]
+    temporary: int
+
+
+Lower = Callable[[PolicyConfig, RunConfig, jax.sharding.Mesh], jax.stages.Lowered]
+
+
+def compile_for_hopper(
+    lower: Lower, shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]
+) -> Compiled:
+    """Compile a program for a mesh of H200s that are not here.
+
+    JAX's CUDA plugin has to be on the path (`pallas_kernels.check.compile.activate_toolchain`).
+
+    Args:
+        lower: `lower_update` or `lower_rollout`.
+        shape, config: its arguments.
+        sizes: of the mesh's axes.
+
+    Raises:
+        UserError: as `lower`.
+    """
+    from pallas_kernels.check.compile import SMS  # which imports what is there for GPUs alone
+
+    with tracing_for(SMS), _cudnn_assumed():
+        made = lower(shape, config, hopper_mesh(sizes)).compile()
+    text, memory = made.as_text(), made.memory_analysis()
+    assert text is not None and memory is not None  # this compiler gives both
+    found = collectives(text)
+    return Compiled(
+        sent_over((one for one in found if not one.loops), sizes),
+        sent_over((one for one in found if one.loops), sizes),
+        memory.temp_size_in_bytes,
+    )
+
+
+def hopper_mesh(sizes: Mapping[str, int]) -> jax.sharding.Mesh:
+    """Make a mesh of H200s that are not here, to compile for, by the sizes of its axes."""
+    from jax.experimental import topologies
+
+    from pallas_kernels.check.compile import TARGET
+
+    count = math.prod(sizes.values())
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{count}"
+    )
+    return make_mesh(replace(MeshConfig(), **sizes), topology.devices)
+
+
+@contextmanager
+def _cudnn_assumed() -> Generator[None]:
+    """JAX asks cuDNN for its version where its attention is lowered; the library is not needed."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    asked = cudnn.check_cudnn_version
+    cudnn.check_cudnn_version = lambda: 91300  # ty: ignore[invalid-assignment]
+    try:
+        yield
+    finally:
+        cudnn.check_cudnn_version = asked
+
+
+def describe(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> str:
+    """Compile update and rollout for Hopper, and write what XLA plans of them.
+
+    Raises:
+        UserError: no program of this run can be compiled so.
+    """
+    if config.task.kind == "text":
+        raise UserError(
+            'plan.compile: the programs of runs on problems are compiled; with task.kind = "text" '
+            "leave it false"
+        )
+    chip = CHIPS.get(config.plan.chip)
+    if chip is not None and not chip.hopper:
+        names = ", ".join(name for name, each in CHIPS.items() if each.hopper)
+        raise UserError(
+            f"plan.compile: there is a compiler here for {names}, and none for {config.plan.chip}; "
+            "leave it false"
+        )
+    programs: dict[str, Lower] = {"update": lower_update}
+    if config.rollout.engine != "vllm":
+        programs[f"{config.rollout.engine} rollout"] = lower_rollout
+    lines = [
+        "Compiled for H200s by XLA (nothing ran; the cache and weights of a paged rollout are "
+        "arguments, not temporaries):"
+    ]
+    for name, lower in programs.items():
+        found = compile_for_hopper(lower, shape, config, sizes)
+        sent = [_sent(found.once)] if found.once else []
+        sent += [f"{_sent(found.a_step)} in each step of its loop"] if found.a_step else []
+        lines.append(
+            f"  {name}: {size_text(found.temporary)} of temporaries; a device sends "
+            f"{' and '.join(sent) or 'nothing'}"
+        )
+    return "\n".join(lines)
+
+
+def _sent(by_axes: dict[str, int]) -> str:
+    return ", ".join(f"{size_text(size)} over {axes}" for axes, size in by_axes.items() if axes)
 
 
 def _batch(config: RunConfig, step: StepConfig) -> Batch:

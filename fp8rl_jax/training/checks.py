@@ -51,7 +51,9 @@ def with_exact_decided(config: RunConfig, ours: bool = True) -> RunConfig:
     return replace(config, precision=replace(config.precision, exact=exact))
 
 
-def check_mesh(config: RunConfig, shape: PolicyConfig, mesh: jax.sharding.Mesh) -> None:
+def check_mesh(
+    config: RunConfig, shape: PolicyConfig, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+) -> None:
     """Refuse a mesh that splits no batch of a run into equal parts, or has no use for an axis.
 
     Raises:

@@ -26,21 +26,13 @@ from contextlib import contextmanager
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
+from fp8rl_jax.config.chips import CHIPS
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import matrix_parameters
 from fp8rl_jax.parallel import PROGRESS
 
-# dense bfloat16 FLOP/s without sparsity, NVIDIA's data sheets (SXM)
-_PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "H20": 148e12,
-    "B200": 2250e12,
-    "GB200": 2500e12,
-    "A100": 312e12,
-}
 _OUTSIDE_STEP = ("time/eval", "time/ckpt")
 
 
@@ -63,13 +55,10 @@ def update_flops(
     completions = np.asarray(completion_lengths, np.float64)
     starts = np.repeat(prompts, len(completions) // len(prompts))
     tokens = prompts.sum() + completions.sum()
-    keys = 0.0
-    for window in config.windows or (np.inf,) * config.num_layers:
-        keys += (
-            _keys(prompts, window).sum()
-            + (_keys(starts + completions, window) - _keys(starts, window)).sum()
-        )
-    attention = 2 * (config.q_size + config.attended_size) * keys
+    attention = attention_flops(config, prompts).sum()
+    attention += (
+        attention_flops(config, starts + completions) - attention_flops(config, starts)
+    ).sum()
     head = (
         2
         * config.hidden_size
@@ -78,6 +67,21 @@ def update_flops(
     )
     matrices = 2 * matrix_parameters(config) * tokens
     return float((2 if frozen else 3) * (matrices + head) + 3 * attention)
+
+
+def attention_flops(
+    config: PolicyConfig, lengths: Float[np.ndarray, " b"] | Int[np.ndarray, " b"]
+) -> Float[np.ndarray, " b"]:
+    """Count model FLOPs of attention, forward in all layers, over the first tokens of B rows.
+
+    Args:
+        config: shape of the policy.
+        lengths: of so many tokens.
+    """
+    windows = config.windows or (np.inf,) * config.num_layers
+    rows = np.asarray(lengths, np.float64)
+    keys = np.sum([_keys(rows, window) for window in windows], axis=0)
+    return 2.0 * (config.q_size + config.attended_size) * keys
 
 
 def _keys(tokens: np.ndarray, window: float) -> np.ndarray:
@@ -92,8 +96,8 @@ def peak_flops(device_kind: str) -> float | None:
 
     None where it is not known (a CPU, an unlisted card).
     """
-    words = device_kind.replace("-", " ").split()
-    return next((peak for name, peak in _PEAK_FLOPS.items() if name in words), None)
+    words = device_kind.lower().replace("-", " ").split()
+    return next((chip.rate for name, chip in CHIPS.items() if name in words), None)
 
 
 class Clock:

@@ -27,7 +27,7 @@ import io
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -39,16 +39,17 @@ import rich.table
 from jax.sharding import AbstractMesh, AxisType
 from rich.box import SIMPLE_HEAD
 
+from fp8rl_jax.config.chips import CHIPS
 from fp8rl_jax.config.formats import FLOAT32, TensorFormat
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import MeshConfig, RunConfig
-from fp8rl_jax.config.training import DEVICE_BYTES, OptimizerConfig
+from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import predequantized, rollout_policy
 from fp8rl_jax.models.logprobs import positions_at_once
 from fp8rl_jax.models.lora import join, split
-from fp8rl_jax.models.policy import Policy, init_policy, parameter_count
+from fp8rl_jax.models.policy import Layer, Policy, init_policy, parameter_count
 from fp8rl_jax.parallel import (
     DECODE_RULES,
     DEFAULT_RULES,
@@ -56,7 +57,7 @@ from fp8rl_jax.parallel import (
     batch_shards,
     policy_shardings,
 )
-from fp8rl_jax.parallel.mesh import AXES
+from fp8rl_jax.parallel.mesh import AXES, axis_sizes
 from fp8rl_jax.precision.formats import in_blocks
 from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.paged.host import PART_RULES
@@ -99,6 +100,93 @@ class Plan:
         return max(map(self.needs, self.phases))
 
 
+@dataclass(frozen=True)
+class _Shapes:
+    """What a run holds, as trees of shapes."""
+
+    recipe: Recipe
+    policy: Policy
+    trained: Any
+    frozen: Policy | None
+    kept: Any
+    """Masters as they are stored."""
+    found: Any
+    """State of the optimizer."""
+    gradients: Any
+    served: Policy
+
+
+def _shapes(shape: PolicyConfig, config: RunConfig) -> _Shapes:
+    recipe, dtype = config.resolved_recipe(), jnp.dtype(config.compute_dtype)
+    policy = jax.eval_shape(lambda key: init_policy(shape, key), jax.random.key(0))
+    of_text = config.task.kind == "text"
+    optimizer = make_optimizer(config.sft.optimizer if of_text else config.optimizer, 1, recipe)
+    trained, frozen = adapted_shapes(policy, config, recipe)
+    state = jax.eval_shape(partial(init_state, optimizer=optimizer), join(trained, frozen))
+    gradients, _ = jax.eval_shape(partial(kept_gradients, recipe=recipe), trained)
+    unroll, backend = config.rollout.decode_layers == "unroll", config.precision.backend
+    served = jax.eval_shape(lambda p: rollout_policy(p, recipe, dtype, unroll, backend)[0], policy)
+    kept, found = split(state.policy)[0], (state.optimizer, state.gradient_factors)
+    return _Shapes(recipe, policy, trained, frozen, kept, found, gradients, served)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that one device holds, of what a step reads, writes and sends.
+
+    Attributes:
+        masters: as they are stored; of adapters, theirs alone.
+        elements: of them, their number.
+        optimizer: its state.
+        gradients: as they are kept.
+        served: the rollout's weights, where they stay.
+        gathered: the same where the decode loop has them.
+        read: what the loop multiplies, which is unpacked where no kernel takes it as it is.
+        looked_up: of that, an embedding that is no output head.
+        experts: of that, the experts' weights.
+        token: keys and values of a token, in all layers.
+    """
+
+    masters: int
+    elements: int
+    optimizer: int
+    gradients: int
+    served: int
+    gathered: int
+    read: int
+    looked_up: int
+    experts: int
+    token: float
+
+
+def footprint(shape: PolicyConfig, config: RunConfig, mesh: AbstractMesh) -> Footprint:
+    """Find what one device holds.
+
+    Raises:
+        UserError: as `memory_plan`.
+    """
+    of = _shapes(shape, config)
+    rules = PART_RULES if config.rollout.engine == "paged" else DECODE_RULES
+    placed = partial(_device_bytes, mesh=mesh, rules=rules)
+    with _as_on_chip(config):
+        read = jax.eval_shape(predequantized, of.served)
+        token = _cached_bits(shape, config, of.served, mesh) / 8
+    layers = [read.layers] if isinstance(read.layers, Layer) else read.layers
+    experts = [layer.experts for layer in layers if layer.experts is not None]
+    return Footprint(
+        _device_bytes(of.kept, mesh),
+        _device_bytes(of.trained, mesh) // 4,
+        _device_bytes(of.found, mesh),
+        _device_bytes(of.gradients, mesh),
+        _device_bytes(of.served, mesh),
+        placed(of.served),
+        placed(read),
+        0 if read.lm_head is None else placed(read.embed_tokens),
+        placed(experts),
+        token,
+    )
+
+
 def memory_plan(
     shape: PolicyConfig, config: RunConfig, sizes: dict[str, int] | None = None
 ) -> Plan:
@@ -113,42 +201,29 @@ def memory_plan(
         UserError: the recipe, the optimizer or the mesh cannot be, as a run would say.
     """
     sizes = sizes or mesh_sizes(config.mesh)
-    mesh = AbstractMesh(
-        tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES)
-    )
-    recipe = config.resolved_recipe()
-    check_gradients(recipe, mesh, config.trainer.packing)
+    mesh = abstract_mesh(sizes)
+    check_gradients(config.resolved_recipe(), mesh, config.trainer.packing)
+    of = _shapes(shape, config)
+    recipe, served, kept = of.recipe, of.served, of.kept
     dtype, weight = jnp.dtype(config.compute_dtype), recipe.rollout.weight
-    policy = jax.eval_shape(lambda key: init_policy(shape, key), jax.random.key(0))
-    on_text = config.task.kind == "text"
-    optimizer = make_optimizer(config.sft.optimizer if on_text else config.optimizer, 1, recipe)
-    trained, frozen = adapted_shapes(policy, config, recipe)
-    state = jax.eval_shape(partial(init_state, optimizer=optimizer), join(trained, frozen))
-    kept = split(state.policy)[0]
-    gradients, _ = jax.eval_shape(partial(kept_gradients, recipe=recipe), trained)
-    unroll, backend = config.rollout.decode_layers == "unroll", config.precision.backend
-    served = jax.eval_shape(lambda p: rollout_policy(p, recipe, dtype, unroll, backend)[0], policy)
-    masters = _device_bytes(trained, mesh)
+    masters = _device_bytes(of.trained, mesh)
     formats = f"{weight.element}, rest {dtype.name}" if weight.quantized else dtype.name
-    found = state.optimizer, state.gradient_factors
     always = {
         f"masters ({recipe.master.name})": _device_bytes(kept, mesh),
-        "optimizer state": _device_bytes(found, mesh),
+        "optimizer state": _device_bytes(of.found, mesh),
     }
-    # cards that have a name are Hopper's, whatever this machine is
-    on_card = partial(tracing_for, 1) if config.plan.device in DEVICE_BYTES else nullcontext
-    with on_card():
+    with _as_on_chip(config):
         backward = _backward(shape, config, masters, mesh, recipe.master == FLOAT32)
     phases = {
         "backward": backward,
         "optimizer": {
-            f"gradients ({recipe.weight_gradient.name})": _device_bytes(gradients, mesh),
+            f"gradients ({recipe.weight_gradient.name})": _device_bytes(of.gradients, mesh),
             f"changed weights ({recipe.master.name})": _device_bytes(kept, mesh),
         },
     }
-    if frozen is not None:
-        always["frozen base"] = _device_bytes(frozen, mesh)
-    if on_text:
+    if of.frozen is not None:
+        always["frozen base"] = _device_bytes(of.frozen, mesh)
+    if config.task.kind == "text":
         return Plan(always, phases, math.prod(sizes.values()))
     ours = config.rollout.engine != "vllm"  # whose server has memory of its own
     if ours:
@@ -157,14 +232,14 @@ def memory_plan(
         # beside the frozen base of adapters, which it shares
         always["KL reference policy"] = _device_bytes(kept, mesh)
     if config.rl.acceptance.enabled:
-        always["what an update may go back to"] = _device_bytes((kept, state.optimizer), mesh)
+        always["what an update may go back to"] = _device_bytes((kept, of.found[0]), mesh)
     if size := config.support_size(shape.vocab_size):
         always[f"supports of {size} tokens (int32)"] = _support_bytes(config, size, mesh)
-    with on_card():
+    with _as_on_chip(config):
         rollout = _rollout(shape, config, recipe, served, mesh) if ours else {}
     sync = {
-        f"weights in {dtype.name}": _device_bytes(policy, mesh) * dtype.itemsize // 4,
-        "places of sync/*": Arrival(merged=True).nbytes(policy),
+        f"weights in {dtype.name}": _device_bytes(of.policy, mesh) * dtype.itemsize // 4,
+        "places of sync/*": Arrival(merged=True).nbytes(of.policy),
     }
     if recipe.master != FLOAT32:
         sync = {"masters in float32": masters} | sync
@@ -172,8 +247,31 @@ def memory_plan(
     return Plan(always, phases, math.prod(sizes.values()))
 
 
-def mesh_sizes(config: MeshConfig) -> dict[str, int]:
-    """Find the sizes of the mesh's axes without its devices: a -1 is 1."""
+def _as_on_chip(config: RunConfig) -> AbstractContextManager[None]:
+    """Choose kernels as on the chip that has a name, whatever this machine is."""
+    chip = CHIPS.get(config.plan.chip)
+    return tracing_for(1) if chip is not None and chip.hopper else nullcontext()
+
+
+def abstract_mesh(sizes: dict[str, int]) -> AbstractMesh:
+    """Make a mesh of no devices."""
+    return AbstractMesh(
+        tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+    )
+
+
+def mesh_sizes(config: MeshConfig, devices: int = 0) -> dict[str, int]:
+    """Find the sizes of the mesh's axes without its devices.
+
+    Args:
+        config: where an axis is -1, it takes what is left.
+        devices: in all; 0: of no known number, and a -1 is 1.
+
+    Raises:
+        UserError: the axes do not multiply to so many devices.
+    """
+    if devices:
+        return dict(zip(AXES, axis_sizes(config, devices), strict=True))
     return {axis: max(getattr(config, axis), 1) for axis in AXES}
 
 
@@ -195,19 +293,17 @@ def _rollout(
     rows, tensor = prompts * samples, mesh.shape["tensor"]
     if config.task.max_turns > 1:  # each episode has a prompt of its own
         prompts, samples = rows, 1
-    kept = (cache_dtype if r.engine == "paged" else loop_dtype)(served)
+    on_hopper = selected_backend(config.precision.backend) == "hopper"
+    kept = _cache_dtype(config, served)
     tokens = prompts * r.max_prompt_tokens  # of a prefill
     held, what = tokens + rows * r.max_new_tokens, "KV cache"
     if r.engine == "paged":
         sizes = (prompts, r.max_prompt_tokens), samples, r.max_new_tokens
-        hopper = selected_backend(config.precision.backend) == "hopper"
-        layout = choose_layout(r.paged, *sizes, hopper)
+        layout = choose_layout(r.paged, *sizes, on_hopper)
         tokens, rows = layout.together * layout.chunk, layout.slots
         held = layout.pages * layout.page_size
         what = f"KV cache, {held:,} tokens for {layout.slots} completions at a time"
-    # what heads have in common is whole on each device
-    numbers = sum(heads * dim // math.gcd(heads, tensor) for heads, dim in shape.cached)
-    bits = shape.num_layers * held * numbers * jnp.finfo(kept).bits
+    bits = held * _cached_bits(shape, config, served, mesh)
     heads = recipe.rollout.key, recipe.rollout.value
     names = dict.fromkeys(fmt.name for fmt in heads if fmt.quantized and not fmt.calibrated)
     simulated = f"; {' and '.join(names)} simulated" if names else ""
@@ -227,8 +323,22 @@ def _rollout(
         found["rollout weights unpacked for the decode loop"] = unpacked // parts
     part = _queries(r.max_prompt_tokens, r.max_prompt_tokens, None) / r.max_prompt_tokens
     prefill = _layer_activations(shape, tokens, r.max_prompt_tokens, dtype.itemsize, part) // tensor
+    kernels = on_hopper and recipe.rollout.weight.quantized
+    prefill += _expert_activations(shape, tokens, dtype.itemsize, mesh, kernels)
     found["activations of one layer, logits"] = prefill + 3 * 4 * rows * shape.vocab_size // tensor
     return found
+
+
+def _cache_dtype(config: RunConfig, served: Policy) -> jnp.dtype:
+    return (cache_dtype if config.rollout.engine == "paged" else loop_dtype)(served)
+
+
+def _cached_bits(shape: PolicyConfig, config: RunConfig, served: Policy, mesh: AbstractMesh) -> int:
+    """Bits of a token's keys and values, in all layers, on one device."""
+    # what heads have in common is whole on each device
+    tensor = mesh.shape["tensor"]
+    numbers = sum(heads * dim // math.gcd(heads, tensor) for heads, dim in shape.cached)
+    return shape.num_layers * numbers * jnp.finfo(_cache_dtype(config, served)).bits
 
 
 def _support_bytes(config: RunConfig, size: int, mesh: AbstractMesh) -> int:
@@ -271,13 +381,15 @@ def _backward(
     if hopper and width == 2 and shape.attention_dim <= 128:
         queries = 0  # cuDNN's attention holds no scores
     layer = _layer_activations(shape, tokens, keys, width, queries / length)
+    kernels = hopper and config.resolved_recipe().trainer.weight.quantized
+    experts = _expert_activations(shape, tokens, width, mesh, kernels)
     inputs = shape.num_layers * tokens * shape.hidden_size * width
     vocab = shape.vocab_size
     chunk = rows * positions_at_once(rows, length, vocab, t.logprob_chunk)
     found = {
-        "activations of a micro-batch": inputs + layer // tensor
+        "activations of a micro-batch": inputs + layer // tensor + experts
         if t.remat == "layer"
-        else shape.num_layers * layer // tensor,
+        else shape.num_layers * (layer // tensor + experts),
         "logits of a chunk (float32)": 3 * 4 * chunk * shape.vocab_size // tensor,
     }
     if width < 4 or not in_float32:
@@ -298,17 +410,14 @@ def _queries(tokens: int, keys: int, chunk: int | None) -> int:
 
 def _layer_activations(shape: PolicyConfig, tokens: int, keys: int, width: int, part: float) -> int:
     """Bytes that one layer leaves for its backward pass: what enters and leaves its products,
-    norms, rope and softmax.
+    norms, rope and softmax; of experts `_expert_activations`.
 
     Norms, rope and softmax work in float32 whatever the compute dtype; attention scores are held
     for a `part` of the queries.
     """
     feed_forward = shape.intermediate_size
     if shape.experts is not None:
-        feed_forward = max(
-            feed_forward if shape.dense_layers else 0,
-            shape.experts.per_token * shape.experts.intermediate_size + shape.experts.shared_size,
-        )
+        feed_forward = max(feed_forward if shape.dense_layers else 0, shape.experts.shared_size)
     computed = 6 * shape.hidden_size + 3 * shape.q_size + 4 * shape.kv_size + 4 * feed_forward
     wide = 4 * shape.hidden_size + 2 * shape.q_size + 2 * shape.kv_size
     if (latent := shape.latent) is not None:
@@ -318,18 +427,34 @@ def _layer_activations(shape: PolicyConfig, tokens: int, keys: int, width: int, 
     return tokens * (width * computed + 4 * wide)
 
 
+def _expert_activations(
+    shape: PolicyConfig, tokens: int, width: int, mesh: AbstractMesh, kernels: bool
+) -> int:
+    """Bytes of a layer's experts: rows of all devices of the axis, since any of them may be routed
+    here, once for each expert of a token. Where no kernel multiplies them they stand in tiles, too,
+    with products in float32. Found in programs compiled for Hopper (docs/hosts.md)."""
+    if shape.experts is None:
+        return 0
+    rows = tokens * mesh.shape["expert"] * shape.experts.per_token
+    hidden, inner = shape.hidden_size, shape.experts.intermediate_size
+    inner //= mesh.shape["tensor"]
+    if kernels:
+        return rows * width * (2 * hidden + 4 * inner)
+    return rows * (hidden * (2 * width + 16) + inner * 32)
+
+
 _FSDP = (2, 4, 8, 16)
 _GB = 1e9
 
 
 def _device_limit(config: RunConfig) -> tuple[int, str] | None:
-    """Bytes of one device and where the figure is from: plan.device, or what the device reports;
-    None where neither says."""
-    chosen = config.plan.device
-    if chosen in DEVICE_BYTES:
-        return DEVICE_BYTES[chosen], chosen
+    """Bytes of one device and where the figure is from: plan.chip, or what the device reports; None
+    where neither says."""
+    chosen = config.plan.chip
+    if chosen in CHIPS:
+        return int(CHIPS[chosen].memory), chosen
     if chosen:
-        return int(float(chosen)), "plan.device"
+        return int(float(chosen)), "plan.chip"
     statistics = jax.local_devices()[0].memory_stats() or {}
     limit = statistics.get("bytes_limit")
     kind = jax.local_devices()[0].device_kind
@@ -352,10 +477,12 @@ def changes(
         yield from _text_changes(config, sizes)
         return
     part = rollout.prompts_per_step // trainer.updates_per_rollout
-    if trainer.micro_batch_prompts != 1 and part > 1:
+    fewest = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    if (trainer.micro_batch_prompts or part) > fewest:
+        smaller = replace(trainer, micro_batch_prompts=fewest)
         yield (
-            "trainer.micro_batch_prompts = 1",
-            replace(config, trainer=replace(trainer, micro_batch_prompts=1)),
+            f"trainer.micro_batch_prompts = {fewest}",
+            replace(config, trainer=smaller),
             sizes,
         )
     if trainer.remat == "none":
@@ -366,14 +493,26 @@ def changes(
         )
     for what, changed in _smaller_moments(config, config.optimizer):
         yield what, changed, sizes
-    for parts in _FSDP:
-        rows = parts * sizes["data"] * sizes["expert"]
-        if parts > sizes["fsdp"] and rollout.prompts_per_step % rows == 0:
-            yield f"mesh.fsdp = {parts}", config, sizes | {"fsdp": parts}
+    for mesh in _more_fsdp(config, sizes):
+        if rollout.prompts_per_step % (mesh["data"] * mesh["fsdp"] * mesh["expert"]) == 0:
+            yield f"mesh.fsdp = {mesh['fsdp']}", config, mesh
     fewer = rollout.samples_per_prompt // 2
     if fewer >= 2:
         what = f"rollout.samples_per_prompt = {fewer}"
         yield what, replace(config, rollout=replace(rollout, samples_per_prompt=fewer)), sizes
+
+
+def _more_fsdp(config: RunConfig, sizes: dict[str, int]) -> Iterator[dict[str, int]]:
+    """Meshes with more shards of the weights: of the same devices where plan.devices says how many
+    there are, which leaves fewer replicas."""
+    for parts in _FSDP:
+        data = sizes["data"]
+        if config.plan.devices:
+            data, rest = divmod(sizes["data"] * sizes["fsdp"], parts)
+            if rest:
+                continue
+        if parts > sizes["fsdp"]:
+            yield sizes | {"data": data, "fsdp": parts}
 
 
 def _smaller_moments(
@@ -400,10 +539,10 @@ def _text_changes(
         yield 'trainer.remat = "layer"', made, sizes
     for what, changed in _smaller_moments(config, sft.optimizer):
         yield what, changed, sizes
-    for parts in _FSDP:
-        rows = parts * sizes["data"] * sizes["expert"]
-        if parts > sizes["fsdp"] and (sft.micro_batch_rows or sft.batch_size) % rows == 0:
-            yield f"mesh.fsdp = {parts}", config, sizes | {"fsdp": parts}
+    for mesh in _more_fsdp(config, sizes):
+        rows = mesh["data"] * mesh["fsdp"] * mesh["expert"]
+        if (sft.micro_batch_rows or sft.batch_size) % rows == 0:
+            yield f"mesh.fsdp = {mesh['fsdp']}", config, mesh
 
 
 def what_fits(
@@ -496,7 +635,7 @@ def report(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> tup
     need = f"{plan.peak / size:.1f} {unit} a device, in the {peak} phase"
     if limit is None:
         lines.append(
-            f"Needs {need}. The device does not say what it has; name one with --plan.device."
+            f"Needs {need}. The device does not say what it has; name one with --plan.chip."
         )
         return "\n".join(lines), True
     have = f"{limit[0] / _GB:.1f} GB ({limit[1]})"

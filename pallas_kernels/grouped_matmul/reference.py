@@ -1,12 +1,14 @@
-"""Grouped product in plain XLA: ragged_dot of the dequantized operands, on a CPU tiles of rows.
+"""Grouped product in plain XLA: tiles of rows, on a TPU ragged_dot, of the dequantized operands.
 
-XLA's own ragged product on a CPU multiplies every row with every group's weight and keeps one of
-them. So there every group's rows begin a tile of their own, and each tile meets one weight.
+XLA's own ragged product multiplies every row with every group's weight on a CPU and on a GPU, and
+keeps one of them. So there every group's rows begin a tile of their own, and each tile meets one
+weight; on a GPU several at a time, whose weights are copied side by side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -19,6 +21,8 @@ BY_ROW = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 _OVER_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 FEWEST_ROWS, MOST_ROWS = 8, 128
 """Of a tile."""
+TOGETHER = 8
+"""Tiles that a GPU multiplies at one time."""
 
 
 def matmul(x, w, group_sizes, out_dtype):
@@ -31,7 +35,14 @@ def dot(x, w, group_sizes):
 
     Zero behind the last group.
     """
-    return lax.platform_dependent(x, w, group_sizes, cpu=_tiled_dot, default=_ragged_dot)
+    return lax.platform_dependent(
+        x,
+        w,
+        group_sizes,
+        cpu=_tiled_dot,
+        cuda=partial(_tiled_dot, together=TOGETHER),
+        default=_ragged_dot,
+    )
 
 
 def _dot_backward(operands, dy):
@@ -53,10 +64,10 @@ def _ragged_dot(x, w, group_sizes):
     return jnp.where(inside[:, None], out, 0.0)
 
 
-def _tiled_dot(x, w, group_sizes):
+def _tiled_dot(x, w, group_sizes, together=None):
     contract = (((1,), (1,)), ((), ()))
     return dot_by_tiles(
-        x, w, group_sizes, lambda x, w: lax.dot_general(x, w, contract, None, jnp.float32)
+        x, w, group_sizes, lambda x, w: lax.dot_general(x, w, contract, None, jnp.float32), together
     )
 
 
@@ -67,7 +78,12 @@ def outer_products(dy, x, group_sizes):
 def outer_product(dy, x, group_sizes):
     """Multiply dy [m, n] transposed with x [m, k] over each group's rows, [groups, n, k]."""
     return lax.platform_dependent(
-        dy, x, group_sizes, cpu=_tiled_outer_product, default=_ragged_outer_product
+        dy,
+        x,
+        group_sizes,
+        cpu=_tiled_outer_product,
+        cuda=_tiled_outer_product,
+        default=_ragged_outer_product,
     )
 
 
@@ -127,16 +143,21 @@ def tiles_of(m: int, group_sizes: Array) -> Tiles:
 
 
 def dot_by_tiles(
-    x: Array, w: Array, group_sizes: Array, product: Callable[[Array, Array], Array]
+    x: Array,
+    w: Array,
+    group_sizes: Array,
+    product: Callable[[Array, Array], Array],
+    together: int | None = None,
 ) -> Array:
-    """Multiply by tiles: `product` of a tile and its group's weight, one after the other."""
+    """Multiply by tiles: `product` of a tile and its group's weight, one after the other or several
+    `together`."""
     tiles = tiles_of(len(x), group_sizes)
 
     def one(tile_and_group):
         tile, group = tile_and_group
         return product(tile, lax.dynamic_index_in_dim(w, group, keepdims=False))
 
-    return tiles.gather(lax.map(one, (tiles.spread(x), tiles.group)))
+    return tiles.gather(lax.map(one, (tiles.spread(x), tiles.group), batch_size=together))
 
 
 def align(rows, group_sizes, block):

@@ -5,24 +5,19 @@ from __future__ import annotations
 
 import json
 
-from pallas_kernels.check.compile import TARGET, activate_toolchain
+from pallas_kernels.check.compile import activate_toolchain
 
 REPLICAS = 8
 
 
 def main() -> None:
     activate_toolchain()
-    from jax.experimental import topologies
     from parallel.on_gradients import compiled, sent
 
-    from fp8rl_jax.config.run import MeshConfig
-    from fp8rl_jax.parallel import make_mesh
+    from fp8rl_jax.training.ahead import hopper_mesh
     from pallas_kernels.backend import tracing_for
 
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{REPLICAS}"
-    )
-    mesh = make_mesh(MeshConfig(REPLICAS), topology.devices)
+    mesh = hopper_mesh({"data": REPLICAS})
     names = ("float32", "bfloat16", "e4m3-power_of_two")
     with tracing_for(132):
         texts = {name: compiled(name, mesh) for name in names}

@@ -288,7 +288,7 @@ def test_the_example_of_a_recipe_of_ones_own_is_a_run(tmp_path, capsys):
     """Its row is where the configuration says it is, and is what the model becomes."""
     example = tomllib.loads((ROOT / "experiments" / "recipes" / "my_fp8.toml").read_text())
     run_file = write_run(tmp_path, {"model": {"init": {"num_layers": 3}}}, example)
-    flags = ["--trainer.steps", "1", "--dry-run", "--plan.device", "h100"]
+    flags = ["--trainer.steps", "1", "--dry-run", "--plan.chip", "h100"]
     assert train(run_file, tmp_path / "out", *flags) == 0
     printed = capsys.readouterr().out
     assert "quantized linears: 7 of 21" in printed and "KV cache (float8_e4m3fn)" in printed

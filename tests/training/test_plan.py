@@ -308,8 +308,8 @@ def test_plan_command_says_whether_it_fits(capsys):
     assert "DOES NOT FIT" in printed and "mesh.fsdp = 2: " in printed and "32.763" in printed
     assert main(["plan", run, *path, "--mesh.fsdp", "2"]) == 0
     assert "FITS: " in capsys.readouterr().out
-    assert main(["plan", run, *path, "--plan.device", "h300"]) == 2
-    assert "plan.device = 'h300'" in capsys.readouterr().err
+    assert main(["plan", run, *path, "--plan.chip", "h300"]) == 2
+    assert "plan.chip = 'h300'" in capsys.readouterr().err
 
 
 def test_the_plan_says_when_a_weight_of_an_fp8_checkpoint_changes(tmp_path):
@@ -370,7 +370,7 @@ def test_train_refuses_before_weights_are_read(tmp_path, capsys, monkeypatch, fa
     (tmp_path / "config.json").write_text(json.dumps(shape))
     flags = ["--model.path", str(tmp_path), "--rollout.decode-layers", "scan"]
     if known == "configured":
-        flags += ["--plan.device", "h100"]
+        flags += ["--plan.chip", "h100"]
     else:
         device = SimpleNamespace(
             memory_stats=lambda: {"bytes_limit": 60_000_000_000}, device_kind="card"
