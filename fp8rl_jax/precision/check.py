@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8rl_jax import self_test
 from fp8rl_jax.config.formats import WHOLE, TensorFormat, block_text
 from fp8rl_jax.config.recipe import STATE_ROLES, ForwardFormats, Recipe, TrainerFormats
 from fp8rl_jax.config.schema import quoted
@@ -40,9 +41,9 @@ def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
 
     Raises:
         UserError: naming the recipe's field; where no kernel multiplies two formats also both of
-            them and the backend; or the backend that the recipe needs is not there.
+            them and the backend; or the backend that the recipe needs is not there, or not right.
     """
-
+    self_test.confirm(backend)
     if recipe.weight_gradient_estimator != "straight_through" and not recipe.quantizes("trainer"):
         raise UserError(
             f"recipe {recipe.name!r}: weight_gradient_estimator is of a trainer's quantized "
@@ -157,6 +158,12 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
             "exact",
             "cannot be promised: probabilities are cast by the reference alone, and here kernels "
             'attend; set precision.backend = "reference"',
+        )
+    if recipe.exact and backend == "auto" and (wrong := self_test.refused()):
+        refuse(
+            "exact",
+            f"cannot be promised: its kernels belong together, and {', '.join(wrong)} did not pass "
+            'the self-test (`fp8rl doctor`); set precision.backend = "reference"',
         )
     if recipe.exact and _ties_tokens(recipe):
         refuse(
