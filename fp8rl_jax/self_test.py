@@ -64,8 +64,8 @@ _TOGETHER = 8
 """Processes: each holds half a gigabyte of the GPU and one of the host."""
 COMMAND = (sys.executable, "-m", "pallas_kernels.check.device")
 AGAIN = "`fp8rl doctor --kernels` tries again"
-_OF_THE_MOMENT = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY")
-"""Of errors that tell of what else runs on the GPU."""
+_OF_THE_MOMENT = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "SIGKILL", "SIGTERM", "SIGHUP", "SIGINT")
+"""Of errors and endings that tell of what else goes on in the machine."""
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
@@ -351,16 +351,15 @@ def _judged(output: str, ending: str, seconds: float) -> Verdict:
     """The verdict on what a process of `pallas_kernels.check.device` printed."""
     lines = output.splitlines()
     begun = [line.removeprefix("# ") for line in lines if line.startswith("# ")]
-    results = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    results = [json.loads(line) for line in lines if line.startswith('{"case"') and line[-1] == "}"]
     whys = [f"case {result['case']} {why}" for result in results if (why := _fault(result))]
-    if any(sign in why for sign in _OF_THE_MOMENT for why in whys):
-        return Verdict(whys[0], len(results), round(seconds, 1), found=False)
-    if not whys and ending:
-        last = begun[-1] if len(begun) > len(results) else ""
-        if not begun:  # nothing of a kernel has run: a verdict on the machine of this moment
-            return Verdict(f"the self-test {ending}", 0, seconds, found=False)
-        whys = [f"case {last} {ending}" if last else f"the self-test {ending}"]
-    return Verdict(whys[0] if whys else "", len(results), round(seconds, 1))
+    if ending and not whys:
+        where = f"case {begun[-1]}" if len(begun) > len(results) else "the self-test"
+        whys = [f"{where} {ending}"]
+    why, tried = whys[0] if whys else "", round(seconds, 1)
+    # where nothing of a kernel has run, or something else was in the way, nothing was found
+    other = not begun or any(sign in why for sign in _OF_THE_MOMENT)
+    return Verdict(why, len(results), tried, found=not (why and other))
 
 
 def _fault(result: Mapping[str, Any]) -> str:

@@ -209,6 +209,7 @@ def test_what_is_wrong_at_a_models_sizes_alone_is_wrong(checker):
             'print(\'# a\\n{"case": "a", "raised": "RESOURCE_EXHAUSTED"}\')',
             "case a raised RESOURCE",
         ),
+        ("print('# a', flush=True), os.kill(os.getpid(), 9)", "case a was ended by SIGKILL"),
     ],
 )
 def test_a_fault_of_the_moment_is_not_kept(checker, start, fault, why):

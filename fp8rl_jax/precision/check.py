@@ -32,6 +32,18 @@ from pallas_kernels.matmul import selected_backend
 
 
 def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
+    """Refuse what a recipe names and this version cannot compute, on this machine.
+
+    Its kernels are tried first where nobody has tried them yet (fp8rl_jax/self_test.py).
+
+    Raises:
+        UserError: as `check_formats`; or a backend asked for by name is not right here.
+    """
+    self_test.confirm(backend)
+    check_formats(recipe, backend)
+
+
+def check_formats(recipe: Recipe, backend: Backend = "auto") -> None:
     """Refuse what a recipe names and this version cannot compute.
 
     No field is a silent no-op.
@@ -41,9 +53,8 @@ def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
 
     Raises:
         UserError: naming the recipe's field; where no kernel multiplies two formats also both of
-            them and the backend; or the backend that the recipe needs is not there, or not right.
+            them and the backend; or the backend that the recipe needs is not there.
     """
-    self_test.confirm(backend)
     if recipe.weight_gradient_estimator != "straight_through" and not recipe.quantizes("trainer"):
         raise UserError(
             f"recipe {recipe.name!r}: weight_gradient_estimator is of a trainer's quantized "
@@ -78,7 +89,7 @@ def _check_state(recipe: Recipe) -> None:
 
 
 def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
-    """`check_recipe` of formats that are the same in every linear."""
+    """`check_formats` of formats that are the same in every linear."""
 
     def refuse(field: str, why: str) -> None:
         raise UserError(f"recipe {recipe.name!r}: {prefix}{field} {why}")

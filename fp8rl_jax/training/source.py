@@ -71,6 +71,9 @@ def trained_settings(
 def load(source: str | Path, dtype: jnp.dtype = jnp.float32) -> tuple[Policy, Tokenizer]:
     """Load a policy and its tokenizer.
 
+    On a Hopper GPU on which nobody has tried the kernels yet, they are tried first, as weights will
+    fill its memory.
+
     Args:
         source: Hugging Face directory, hub id, .gguf file, a name that `fp8rl fetch` knows
             ("smollm2-135m"), or a run directory, for what it trained.
