@@ -14,8 +14,11 @@ from pathlib import Path
 
 import jax
 import pytest
+import tomli_w
 from report.synthetic import write_run
+from tiny_run import RUN
 
+import fp8rl_jax as fp8rl
 from fp8rl_jax import self_test
 from fp8rl_jax.cli import doctor
 from fp8rl_jax.cli import main as cli
@@ -27,6 +30,7 @@ from fp8rl_jax.precision import check_recipe
 from fp8rl_jax.report.page import write_report
 from fp8rl_jax.training.checks import kernel_sizes
 from fp8rl_jax.training.record import write_run_record
+from fp8rl_jax.weights.hf_config import config_json
 from pallas_kernels.backend import BackendError, refuse_hopper, resolve, tracing_for
 from pallas_kernels.check.cases import OPERATIONS, Shape
 from pallas_kernels.check.device import cases_of_model, first_cases
@@ -265,6 +269,53 @@ def test_the_very_self_test_runs_in_the_interpreter(checker, monkeypatch, caplog
     assert why["matmul"] == "case one-row was ended by SIGSEGV"
     found = self_test.record()["kernels"]
     assert found["right"] == ["quantize"] and found["wrong"] == why
+
+
+STARTED = """
+import sys
+from jax._src import xla_bridge
+from fp8rl_jax import self_test
+from fp8rl_jax.cli.main import main
+def verdicts(here, model):
+    print(xla_bridge.backends_are_initialized(), model.hidden, model.head_dim)
+    return {"cache_write": self_test.Verdict("planted")}
+self_test.machine, self_test._verdicts = lambda: {"device": "H100"}, verdicts
+sys.exit(main(["train", sys.argv[1], "--precision.backend", "hopper"]))
+"""
+
+
+def test_a_command_tries_kernels_before_jax_takes_a_device(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(tomli_w.dumps(RUN | {"output": str(tmp_path / "run")}))
+    words = [sys.executable, "-c", STARTED, str(file)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 2 and done.stdout.splitlines() == ["False 64 16"]
+    (line,) = done.stderr.splitlines()
+    assert line.startswith('fp8rl: error: precision.backend = "hopper": cache_write: planted; ')
+    assert not (tmp_path / "run").exists()
+
+
+def test_from_python_a_session_and_a_load_try_them(monkeypatch, start, tmp_path):
+    tried = []
+
+    def verdicts(here, model):
+        tried.append(model and (model.hidden, model.intermediate, model.head_dim))
+        return {"matmul": self_test.Verdict("planted")}
+
+    monkeypatch.setattr(self_test, "machine", lambda: GPU)
+    monkeypatch.setattr(self_test, "_verdicts", verdicts)
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)
+    policy, tokenizer = fp8rl.byte_policy(**RUN["model"]["init"])
+    with pytest.raises(UserError, match="hopper.*matmul: planted"):
+        fp8rl.Session(policy, tokenizer, "bf16", backend="hopper")
+    start()
+    (tmp_path / "config.json").write_text(json.dumps(config_json(policy.config)))
+    monkeypatch.setattr("fp8rl_jax.weights.load.load", lambda *_: "loaded")
+    assert fp8rl.load(tmp_path) == "loaded"
+    start()
+    check_recipe(get_recipe("fp8-rl"))
+    assert tried == [(64, 96, 16), (64, 96, 16), None]
+    assert self_test.refused() == {"matmul": "planted"}
 
 
 def test_every_kernel_that_auto_may_choose_can_be_refused():
