@@ -48,7 +48,7 @@ DEVICES = (
     ),
     (
         "A100, L4, RTX 4090",
-        "plain XLA: FP8 in blocks is kept in 8 bits and multiplied dequantized",
+        "plain XLA: FP8 in blocks is multiplied dequantized",
         "not run",
     ),
     ("MI300", "plain XLA", "not run"),
