@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -27,9 +27,9 @@ _WITH_CPU_KERNELS = ("decode_attention", "dot", "invariant", "round_blocks")
 def resolve(backend: Backend, operation: str, available: tuple[str, ...] = ()) -> str:
     """Choose the backend that runs: the one named, or what "auto" means on this machine.
 
-    That is hopper where there is such a GPU, cpu where the kernels for CPUs run, else the
-    reference, each where the operation has it. One that has no kernel for CPUs runs its reference
-    under "cpu", too.
+    That is hopper where there is such a GPU and `refuse_hopper` does not name the operation, cpu
+    where the kernels for CPUs run, else the reference, each where the operation has it. One that
+    has no kernel for CPUs runs its reference under "cpu", too.
 
     Args:
         available: implementations of the operation; default: reference and hopper, and cpu of those
@@ -42,7 +42,7 @@ def resolve(backend: Backend, operation: str, available: tuple[str, ...] = ()) -
     if not available:
         available = ("reference", "hopper") + ("cpu",) * (operation in _WITH_CPU_KERNELS)
     if backend == "auto":
-        if "hopper" in available and hopper_sms():
+        if "hopper" in available and hopper_sms() and operation not in _refused:
             return "hopper"
         return "cpu" if "cpu" in available and native.is_available() else "reference"
     if backend not in BACKENDS:
@@ -64,7 +64,23 @@ def resolve(backend: Backend, operation: str, available: tuple[str, ...] = ()) -
             f"{operation}: the hopper backend needs a GPU of compute capability 9.0, JAX runs on "
             f"{device!r}"
         )
+    if backend == "hopper" and operation in _refused:
+        raise BackendError(f"{operation}: the hopper backend is refused: {_refused[operation]}")
     return backend
+
+
+_refused: dict[str, str] = {}
+
+
+def refuse_hopper(operations: Mapping[str, str]) -> None:
+    """Keep operations from their Hopper kernels in this process: "auto" passes on to the next
+    backend, and hopper by name raises. What is traced already keeps its kernels.
+
+    Args:
+        operations: name, as `resolve` takes it -> why. They replace those of an earlier call.
+    """
+    _refused.clear()
+    _refused.update(operations)
 
 
 def uses_cpu(backend: Backend, operation: str) -> bool:

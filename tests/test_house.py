@@ -31,6 +31,7 @@ FLOORS = (
     "fp8rl_jax/rl",
     "fp8rl_jax/statistics",
     "fp8rl_jax/precision",
+    "fp8rl_jax/self_test",
     "fp8rl_jax/parallel",
     "fp8rl_jax/packages",
     "fp8rl_jax/caching",

@@ -82,12 +82,13 @@ def model_of_shape(design: Design, arm: Arm) -> Any:
 def _check(config: RunConfig, judge: str) -> Preflight:
     import jax
 
+    from fp8rl_jax import self_test
     from fp8rl_jax.models.policy import init_policy, linear_names, parameter_count
     from fp8rl_jax.parallel import make_mesh
     from fp8rl_jax.precision import check_recipe, quantized_layers
     from fp8rl_jax.rl import check_functions
     from fp8rl_jax.rollout.engine import decode_layers
-    from fp8rl_jax.training.checks import check_mesh, with_exact_decided
+    from fp8rl_jax.training.checks import check_mesh, kernel_sizes, with_exact_decided
     from fp8rl_jax.training.plan import check_fits
     from fp8rl_jax.training.source import model_shape
     from fp8rl_jax.training.state import init_state, make_optimizer
@@ -97,6 +98,8 @@ def _check(config: RunConfig, judge: str) -> Preflight:
     sizes = (0.0, 0.0)
     try:
         recipe = config.resolved_recipe()
+        # once, and not in all runs that begin together
+        self_test.confirm(config.precision.backend, lambda: kernel_sizes(model_shape(config)))
         check_recipe(recipe, config.precision.backend)
         if judge:
             check_recipe(config.under(judge).resolved_recipe(), config.precision.backend)
@@ -107,7 +110,8 @@ def _check(config: RunConfig, judge: str) -> Preflight:
         quantized_layers(recipe, linear_names(shape))
         check_fits(shape, config, dict(mesh.shape))
         # on a GPU "auto" is more than one backend: the reference serves what has no kernel
-        if config.precision.backend == "auto" and selected_backend("auto") == "reference":
+        plain = selected_backend("auto") == "reference" and not self_test.refused()
+        if config.precision.backend == "auto" and plain:
             resolved["precision.backend"] = "reference"
         if config.precision.exact == "auto":
             resolved["precision.exact"] = with_exact_decided(config).precision.exact

@@ -35,7 +35,32 @@ PACKAGES = (
 )
 
 
-OLDEST_PTXAS = 13
+DEVICES = (
+    (
+        "H100, H200 (sm_90)",
+        "our Pallas kernels, each where its self-test passed, else plain XLA; cuDNN attends",
+        "ran on two H200s for minutes, before their last changes; on no H100",
+    ),
+    (
+        "B200",
+        "plain XLA; mxfp8 by its product of scaled operands, FP8 in blocks dequantized",
+        "the product of mxfp8 was compiled; nothing ran",
+    ),
+    (
+        "A100, L4, RTX 4090",
+        "plain XLA: FP8 in blocks is multiplied dequantized",
+        "not run",
+    ),
+    ("MI300", "plain XLA", "not run"),
+    ("TPU v5e, v6e", "plain XLA", "not run"),
+    (
+        "CPU",
+        "C kernels for products, decode attention and exact mode on one device with a C compiler, "
+        "else plain XLA",
+        "all tests run here",
+    ),
+)
+"""Device, what `auto` runs there today, and what of that has been seen."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +79,9 @@ class DoctorArguments:
     """A task's rows (JSON lines, Parquet), or a run's TOML. Then one screen is printed and nothing
     else: the model's layers, windows and rotary positions, its special and end tokens, a prompt as
     the model sees it, which rows are kept, and what is read as answers."""
+    kernels: bool = False
+    """Try the GPU kernels anew, each against its expected values in a process of its own, and keep
+    the verdicts; without it those are shown that are kept."""
     rewards: tuple[str, ...] = ()
     """TOML files of a run, as `fp8rl train` reads them: its rewards are tried with the answers that
     the problems have, which must be correct, and with wrong, empty and constant ones, which must
@@ -66,10 +94,13 @@ def doctor(arguments: DoctorArguments) -> int:
     if arguments.data:
         return _print(_understood(arguments, faults), faults)
     recipe = get_recipe(arguments.recipe, rows=read_recipes(arguments.recipes))
+    tried = _tried(arguments.kernels, faults)  # before JAX takes the GPU
     sections = [
         ("versions", _versions(faults)),
         ("devices", _devices(faults)),
         ("kernels", _kernels(faults)),
+        ("self-test of GPU kernels", tried),
+        ("what auto runs on which device", _table(DEVICES)),
         ("exact mode", _exact()),
         ("float8", _float8(faults)),
         ("sandbox of rewards", _sandbox()),
@@ -146,36 +177,55 @@ def _devices(faults: list[str]) -> list[str]:
 
 
 def _kernels(faults: list[str]) -> list[str]:
+    from fp8rl_jax import self_test
     from pallas_kernels import native
     from pallas_kernels.backend import hopper_sms, resolve
-    from pallas_kernels.check.cases import OPERATIONS
 
-    found = [f"{name}: auto runs {resolve('auto', name)}" for name in OPERATIONS]
+    found = [
+        f"{name}: auto runs {resolve('auto', next(iter(asked), name))}"
+        for name, asked in self_test.SERVES.items()
+    ]
     why = native.why_unavailable()
     used = "float32 products and inputs of a sampler, decode attention, exact mode"
     found.append(f"cpu: {f'none, {why}' if why else used}")
-    return [*found, _assembler(faults)] if hopper_sms() else found
+    if not hopper_sms():
+        return found
+    known, fault = self_test.assembler()
+    _add(faults, fault)
+    return [*found, f"ptxas: {known}"]
 
 
-def _assembler(faults: list[str]) -> str:
-    """The ptxas that Mosaic assembles Hopper kernels with: the first one on PATH."""
-    import re
-    import shutil
-    import subprocess
+def _tried(anew: bool, faults: list[str]) -> list[str]:
+    """The verdicts on GPU kernels that are kept, or made `anew`."""
+    from fp8rl_jax import self_test
 
-    path = shutil.which("ptxas")
-    if path is None:
-        faults.append("no ptxas on PATH, which assembles the kernels: install CUDA 13's toolkit")
-        return "ptxas: none on PATH"
-    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-    release = re.search(r"release (\d+)\.(\d+)", said)
-    known = release[0] if release else "release unknown"
-    if release is None or int(release[1]) < OLDEST_PTXAS:
-        faults.append(
-            f"{path}, the first ptxas on PATH: {known}; the kernels were checked with "
-            f"{OLDEST_PTXAS}.0 and newer ones, put such a one first"
-        )
-    return f"ptxas: {path}, {known}"
+    verdicts = self_test.look(anew)
+    if verdicts is None:
+        return ["no Hopper GPU, which alone runs them: nothing to try"]
+    lines = []
+    for name, verdict in verdicts.items():
+        if verdict is None:
+            lines.append(f"{name}: no verdict yet; `fp8rl doctor --kernels` or a run tries it")
+        elif verdict.why:
+            instead = "auto runs plain XLA" if self_test.SERVES[name] else "of exact mode alone"
+            lines.append(f"{name}: WRONG, {verdict.why} ({instead})")
+            _add(faults, verdict.why if not verdict.found else f"{name}: {verdict.why}")
+        else:
+            lines.append(f"{name}: right in {verdict.cases} cases, {verdict.seconds:.0f} s")
+    return lines
+
+
+def _add(faults: list[str], fault: str) -> None:
+    if fault and fault not in faults:
+        faults.append(fault)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _exact() -> list[str]:

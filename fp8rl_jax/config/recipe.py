@@ -728,7 +728,8 @@ class PrecisionConfig:
     the same stops under true; under auto it says so and goes on."""
     backend: Literal["auto", "reference", "cpu", "hopper"] = "auto"
     """Kernels: plain XLA, C kernels for one CPU device (they need a C compiler), Hopper's Pallas
-    kernels; auto: Hopper's where there is such a GPU, C kernels where they run, else plain XLA."""
+    kernels; auto: Hopper's where there is such a GPU, each if its self-test at first use passed
+    (`fp8rl doctor`), C kernels where they run, else plain XLA."""
 
 
 def get_recipe(

@@ -55,7 +55,7 @@ from fp8rl_jax.precision import (
     QTensor,
     QuantizationSums,
     QuantizedWeight,
-    check_recipe,
+    check_formats,
     exact_compute,
     format_of,
     is_finite,
@@ -248,7 +248,7 @@ def linear_formats(
     for linear in quantized_layers(recipe, linear_names(config)):
         own = recipe.of_linear(linear)
         if own not in recipe.variants:
-            check_recipe(own)
+            check_formats(own)
         if (kind := own.linear(side)).weight.quantized:
             _, i, name = linear.split(".", 2)
             _check_rows(recipe, linear, kind, shapes[f"layers.{name}.weight"][-2:])

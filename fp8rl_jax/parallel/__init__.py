@@ -5,12 +5,14 @@ from fp8rl_jax.parallel.distributed import (
     check_same,
     gather_text,
     initialize,
+    is_first_process,
     is_main_process,
     leave_on_failure,
     shared_faults,
     sum_over_processes,
     to_global,
     to_host,
+    told_by_first,
 )
 from fp8rl_jax.parallel.mesh import AXES, make_mesh
 from fp8rl_jax.parallel.placement import (
@@ -51,6 +53,7 @@ __all__ = [
     "constrain",
     "gather_text",
     "initialize",
+    "is_first_process",
     "is_main_process",
     "leave_on_failure",
     "left_inside",
@@ -70,4 +73,5 @@ __all__ = [
     "sum_over_processes",
     "to_global",
     "to_host",
+    "told_by_first",
 ]

@@ -7,9 +7,9 @@ array, and a global array must be gathered before a host reads it. With one proc
 here is what `jax.device_put` and `jax.device_get` do.
 
 What one process alone finds out (a file that it cannot read, a reward that timed out on its host)
-it must tell the others before anyone acts on it: `sum_over_processes` and `shared_faults` do. What
-it can tell them no more in this way, and the loss of one of them, watch.py is for:
-`leave_on_failure`.
+it must tell the others before anyone acts on it: `sum_over_processes` and `shared_faults` do, and
+before devices are touched `told_by_first`. What it can tell them no more in this way, and the loss
+of one of them, watch.py is for: `leave_on_failure`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import hashlib
 import os
 import sys
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax._src.clusters import ClusterEnv
 from jax.experimental import multihost_utils
 
@@ -53,6 +54,8 @@ _FAULT_BYTES = 1000
 _SIGNS_OF_LOSS = ("Gloo ", "NCCL ", "onnection closed by peer", "onnection reset by peer")
 _JAX_HEARTBEAT = 100
 """Seconds, JAX's own default."""
+_TO_TELL = 60.0
+"""Seconds that processes may come apart from each other."""
 
 
 class _SharedFault(UserError):
@@ -124,6 +127,41 @@ _RUN = _Run()
 def is_main_process() -> bool:
     """Tell whether this process writes metrics, reports and exported models."""
     return jax.process_index() == 0
+
+
+def is_first_process() -> bool:
+    """Tell the same before any device is touched."""
+    return distributed.global_state.process_id == 0
+
+
+def told_by_first(name: str, find: Callable[[], str], seconds: float) -> str:
+    """Have process 0 find something out, and tell all; no device is touched.
+
+    Args:
+        name: of what is told, once a run.
+        find: run by process 0 alone.
+        seconds: that it may take.
+
+    Raises:
+        UserError: process 0 has told nothing in this time.
+    """
+    client = distributed.global_state.client
+    if client is None:
+        return find()
+    if is_first_process():
+        with PROGRESS.taking(seconds):
+            found = find()
+        with PROGRESS.exchange():
+            client.key_value_set(name, found)
+        return found
+    with PROGRESS.exchange():
+        try:
+            return client.blocking_key_value_get(name, int(1000 * (seconds + _TO_TELL)))
+        except jax.errors.JaxRuntimeError as error:
+            raise UserError(
+                f"mesh: process 0 has told nothing of {name} within {seconds + _TO_TELL:g} s; "
+                "see what it says, and start every process with the same command and kind of GPU"
+            ) from error
 
 
 def to_global(tree: Any, shardings: Any) -> Any:

@@ -1,6 +1,12 @@
 """Formats, the quantized tensor, and how a policy multiplies and computes with them."""
 
-from fp8rl_jax.precision.check import check_recipe, describe, promises_exact, unlike_sides
+from fp8rl_jax.precision.check import (
+    check_formats,
+    check_recipe,
+    describe,
+    promises_exact,
+    unlike_sides,
+)
 from fp8rl_jax.precision.compute import Compute
 from fp8rl_jax.precision.exact import exact_compute
 from fp8rl_jax.precision.formats import element_dtype, format_of, max_value, register
@@ -45,6 +51,7 @@ __all__ = [
     "Stored",
     "WeightFormat",
     "as_weight",
+    "check_formats",
     "check_recipe",
     "dequantize",
     "describe",

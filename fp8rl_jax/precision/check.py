@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8rl_jax import self_test
 from fp8rl_jax.config.formats import WHOLE, TensorFormat, block_text
 from fp8rl_jax.config.recipe import STATE_ROLES, ForwardFormats, Recipe, TrainerFormats
 from fp8rl_jax.config.schema import quoted
@@ -31,6 +32,18 @@ from pallas_kernels.matmul import selected_backend
 
 
 def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
+    """Refuse what a recipe names and this version cannot compute, on this machine.
+
+    Its kernels are tried first where nobody has tried them yet (fp8rl_jax/self_test.py).
+
+    Raises:
+        UserError: as `check_formats`; or a backend asked for by name is not right here.
+    """
+    self_test.confirm(backend)
+    check_formats(recipe, backend)
+
+
+def check_formats(recipe: Recipe, backend: Backend = "auto") -> None:
     """Refuse what a recipe names and this version cannot compute.
 
     No field is a silent no-op.
@@ -42,7 +55,6 @@ def check_recipe(recipe: Recipe, backend: Backend = "auto") -> None:
         UserError: naming the recipe's field; where no kernel multiplies two formats also both of
             them and the backend; or the backend that the recipe needs is not there.
     """
-
     if recipe.weight_gradient_estimator != "straight_through" and not recipe.quantizes("trainer"):
         raise UserError(
             f"recipe {recipe.name!r}: weight_gradient_estimator is of a trainer's quantized "
@@ -77,7 +89,7 @@ def _check_state(recipe: Recipe) -> None:
 
 
 def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
-    """`check_recipe` of formats that are the same in every linear."""
+    """`check_formats` of formats that are the same in every linear."""
 
     def refuse(field: str, why: str) -> None:
         raise UserError(f"recipe {recipe.name!r}: {prefix}{field} {why}")
@@ -157,6 +169,12 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
             "exact",
             "cannot be promised: probabilities are cast by the reference alone, and here kernels "
             'attend; set precision.backend = "reference"',
+        )
+    if recipe.exact and backend == "auto" and (wrong := self_test.refused()):
+        refuse(
+            "exact",
+            f"cannot be promised: its kernels belong together, and {', '.join(wrong)} did not pass "
+            'the self-test (`fp8rl doctor`); set precision.backend = "reference"',
         )
     if recipe.exact and _ties_tokens(recipe):
         refuse(

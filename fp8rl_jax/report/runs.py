@@ -229,6 +229,13 @@ def _read_run(directory: Path, name: str) -> Run:
             f"not exact: in step {flat['inexact.step']} a log-probability of the trainer was "
             f"{flat.get('inexact.difference'):.2g} from the rollout's"
         )
+    wrong = "kernels.wrong."
+    notes += [
+        f"plain XLA in place of the kernels of {key.removeprefix(wrong)}, whose self-test did not "
+        f"pass: {flat[key]}"
+        for key in flat
+        if key.startswith(wrong)
+    ]
     return Run(name, directory, metrics, samples, config, config_text, flat, notes)
 
 

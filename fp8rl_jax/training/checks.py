@@ -22,6 +22,7 @@ from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer, end_tokens
 from pallas_kernels.attention import KeyBlock, attention
 from pallas_kernels.backend import BackendError
+from pallas_kernels.check.cases import Shape
 from pallas_kernels.matmul import selected_backend
 
 
@@ -49,6 +50,22 @@ def with_exact_decided(config: RunConfig, ours: bool = True) -> RunConfig:
     plain = ours and samples and not differs
     exact = recipe.exact or (plain and promises_exact(recipe, backend))
     return replace(config, precision=replace(config.precision, exact=exact))
+
+
+def kernel_sizes(config: PolicyConfig) -> Shape:
+    """Give the sizes of a policy that kernels are tried at, those of its experts where it has
+    some."""
+    experts = config.experts
+    return Shape(
+        "",
+        config.hidden_size,
+        experts.intermediate_size if experts else config.intermediate_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.attention_dim,
+        experts.count if experts else 0,
+        experts.per_token if experts else 0,
+    )
 
 
 def check_mesh(

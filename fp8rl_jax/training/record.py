@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 
+from fp8rl_jax import self_test
 from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.durable import locked, write_durably
@@ -95,6 +96,7 @@ def write_run_record(config: RunConfig, changed: Sequence[str] = ()) -> None:
         "processes": jax.process_count(),
         # of an operation that has all of them: what "auto" was
         "backend": resolve(config.precision.backend, "dot"),
+        **self_test.record(),
     }
     if changed:
         record["changed"] = list(changed)

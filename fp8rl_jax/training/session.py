@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from fp8rl_jax import rl
+from fp8rl_jax import rl, self_test
 from fp8rl_jax.caching import keep_compiled_programs
 from fp8rl_jax.config.files import run_directory
 from fp8rl_jax.config.recipe import Recipe
@@ -94,7 +94,7 @@ from fp8rl_jax.training.advantages import (
 from fp8rl_jax.training.batch import Batch, bucket, narrow, untrim
 from fp8rl_jax.training.carry_over import CarryOver
 from fp8rl_jax.training.checkpoint import Checkpoints, difference
-from fp8rl_jax.training.checks import check_policy, make_sampling, with_exact_decided
+from fp8rl_jax.training.checks import check_policy, kernel_sizes, make_sampling, with_exact_decided
 from fp8rl_jax.training.experience import Entering, Experience, episode_experience, play
 from fp8rl_jax.training.keys import rollout_key, sample_key, selection_key
 from fp8rl_jax.training.learner import Learner, micro_batches, step_config
@@ -230,6 +230,7 @@ class Session:
             config = replace(config, rollout=replace(config.rollout, prompts_per_step=unit))
         validate(config)
         keep_compiled_programs()
+        self_test.confirm(config.precision.backend, lambda: kernel_sizes(policy.config))
         self.exact_by_default = config.precision.exact == "auto"
         ours = engine is None and config.rollout.engine != "vllm"
         config = with_exact_decided(config, ours)

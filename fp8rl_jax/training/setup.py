@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from fp8rl_jax import self_test
 from fp8rl_jax.config.fingerprint import fingerprint
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import RunConfig
@@ -34,7 +35,7 @@ from fp8rl_jax.tasks.sandbox.pickling import pack
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.text import load_documents
 from fp8rl_jax.tasks.verifiers import unread_result, unverified
-from fp8rl_jax.training.checks import check_mesh
+from fp8rl_jax.training.checks import check_mesh, kernel_sizes
 from fp8rl_jax.training.plan import check_fits, report
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.session import Session
@@ -139,7 +140,8 @@ def _built(
 ) -> Setup:
     """The parts of a run whose processes are joined."""
     r = config.rollout
-    # asks for the device, which joining the processes must precede
+    # ask for the device, which joining the processes must precede
+    self_test.confirm(config.precision.backend, lambda: kernel_sizes(model_shape(config)))
     check_recipe(recipe, config.precision.backend)
     if sampled:
         check_functions(config.rl, r.samples_per_prompt)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from fp8rl_jax import self_test
 from fp8rl_jax.caching import cache_dir
 from fp8rl_jax.config.files import read_config, run_directory
 from fp8rl_jax.config.run import MeshConfig, RunConfig
@@ -28,6 +29,7 @@ from fp8rl_jax.models.policy import Policy, init_policy, to_compute
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.training.adapters import base_formats
+from fp8rl_jax.training.checks import kernel_sizes
 from fp8rl_jax.training.record import read_record
 from fp8rl_jax.weights import load as files
 from fp8rl_jax.weights.hf_config import read_policy_config
@@ -69,6 +71,9 @@ def trained_settings(
 def load(source: str | Path, dtype: jnp.dtype = jnp.float32) -> tuple[Policy, Tokenizer]:
     """Load a policy and its tokenizer.
 
+    On a Hopper GPU on which nobody has tried the kernels yet, they are tried first, as weights will
+    fill its memory.
+
     Args:
         source: Hugging Face directory, hub id, .gguf file, a name that `fp8rl fetch` knows
             ("smollm2-135m"), or a run directory, for what it trained.
@@ -77,7 +82,9 @@ def load(source: str | Path, dtype: jnp.dtype = jnp.float32) -> tuple[Policy, To
     Raises:
         UserError: nothing is found, a file is damaged, or there is no tokenizer.
     """
-    return files.load(find_model(source), dtype)
+    directory = find_model(source)
+    self_test.confirm("auto", lambda: kernel_sizes(read_policy_config(directory)))
+    return files.load(directory, dtype)
 
 
 def load_model(config: RunConfig, mesh: Mesh | None = None) -> tuple[Policy, Tokenizer]:

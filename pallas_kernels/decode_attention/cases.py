@@ -167,10 +167,11 @@ def case(
     )
 
 
-def alike(name: str, cache: Cache, row: int, dtype) -> Case:
+def alike(
+    name: str, cache: Cache, row: int, dtype, heads: int = 4, kv_heads: int = 2, dim: int = 64
+) -> Case:
     """The bits of a row's output: alone, in another row, in other pages, with a wider table, beside
     neighbours of one key."""
-    heads, kv_heads, dim = 4, 2, 64
     own, others = slice(row, row + 1), np.arange(len(cache.lengths)) != row
 
     def run(query, keys, values, lengths, pages, *_, backend):

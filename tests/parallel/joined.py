@@ -10,8 +10,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import xla_bridge
 from parallel.policies import make_policy, make_tokens
 
+from fp8rl_jax import self_test
 from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
@@ -20,6 +22,7 @@ from fp8rl_jax.parallel import (
     batch_sharding,
     check_same,
     constrain,
+    distributed,
     gather_text,
     initialize,
     is_main_process,
@@ -29,11 +32,13 @@ from fp8rl_jax.parallel import (
     shared_faults,
     to_global,
     to_host,
+    told_by_first,
 )
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.distributed import play_distributed, score_distributed
 from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
+from pallas_kernels.backend import refuse_hopper, resolve, tracing_for
 
 
 def loss(policy, tokens):
@@ -62,6 +67,27 @@ def told(fault: str) -> str:
     except UserError as error:
         return str(error)
     return ""
+
+
+def trusted(process_id: int) -> dict:
+    """What a process takes for wrong where process 0 has found the writing of caches so; and what
+    one raises that asks for what nobody tells."""
+    find = {"cache_write": self_test.Verdict("found by 0"), "matmul": self_test.Verdict("")}
+    self_test.machine = lambda: {"device": f"GPU of {process_id}"}
+    self_test._verdicts = lambda *_: find if process_id == 0 else {}
+    self_test.confirm("auto")
+    found = {"wrong": self_test.refused(), "chosen": "", "late": ""}
+    with tracing_for(132):
+        found["chosen"] = [resolve("auto", name) for name in ("write_cache", "blockwise_matmul")]
+    if process_id:
+        distributed._TO_TELL = 0.1
+        try:
+            told_by_first("nothing", str, 0.2)
+        except UserError as error:
+            found["late"] = str(error)
+    refuse_hopper({})
+    self_test.machine = lambda: None
+    return found
 
 
 def scored() -> dict:
@@ -113,6 +139,8 @@ def main(coordinator: str, num_processes: int, process_id: int) -> None:
         1, -1, 2, coordinator=coordinator, num_processes=num_processes, process_id=process_id
     )
     initialize(config)
+    trust = trusted(process_id)
+    no_device = not xla_bridge.backends_are_initialized()
     mesh = make_mesh(config)
     check_same("the same on every process")
     # fsdp is the axis between the processes, so no process holds a whole parameter
@@ -145,6 +173,7 @@ def main(coordinator: str, num_processes: int, process_id: int) -> None:
                 "loss": float(to_host(value)),
                 "updated": gathered.layers.down_proj.value[:, ::40, ::100].tolist(),
                 "drawn": [float(to_host(drawn)), float(jax.random.uniform(jax.random.key(3)))],
+                "trusted": {**trust, "no device": no_device},
                 "refused": refused(f"process {process_id}"),
                 "told": [
                     told(""),

@@ -208,6 +208,12 @@ def test_two_processes_compute_what_one_does():
             scored["errors"],
         ) == (1, 0)
     assert alone["played"]["rewards"] == [0, 1, 0, 0, 1] and alone["played"]["errors"] == 1
+    for i, joined in enumerate((alone, *pair)):
+        trusted = joined["trusted"]
+        assert trusted["no device"] and trusted["wrong"] == {"cache_write": "found by 0"}
+        assert trusted["chosen"] == ["reference", "hopper"]
+        late = "process 0 has told nothing of nothing within 0.3 s" if i == 2 else ""
+        assert late in trusted["late"] and bool(late) == bool(trusted["late"])
     for i, joined in enumerate(pair):
         assert (joined["processes"], joined["devices"]) == (2, [4, 2])
         assert not joined["whole"], "parameters must be spread over both processes"

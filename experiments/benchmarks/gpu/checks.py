@@ -1,16 +1,5 @@
-"""Part `checks`: whether the kernels are right on this card, and always the same.
-
-How far a result may be from the right one on a GPU: FP8 tensor cores of Hopper keep about 14 bits
-of a sum (DeepSeek-V3, arXiv 2412.19437, section 3.3.2; others say up to 22:
-github.com/deepseek-ai/DeepGEMM, issues 37 and 50), where the interpreter keeps float32's 24. Each
-addend of a 128-block is cut at 2^-13 of the largest one. For normal data the largest is about 12
-times the mean, and 128 such cuts are a random walk whose fifth deviation is about 400 * 2^-13
-means, or 2^-11 of the block's sum of magnitudes. The kernels add blocks in float32, so a result may
-be off by 2^-11 of its own sum of magnitudes, and by the case's tolerance of the largest result,
-whatever k is. A block that is missing or was overwritten is further off. In attention a score is
-such a sum, and moves its weight by a part of 2^-11 for each unit of its magnitudes, of which the
-cases have up to four: 2^-9 of the largest result.
-"""
+"""Part `checks`: whether the kernels are right on this card, and always the same. How far a result
+may be from the right one, and how it is judged, says `pallas_kernels.check.device`."""
 
 from __future__ import annotations
 
@@ -26,28 +15,24 @@ from jax import lax
 from jax._src.lib import xla_client
 
 from experiments.benchmarks.gpu.jobs import Job, Setting, arrays_of
+from pallas_kernels.check import device
 from pallas_kernels.check.cases import Case
+from pallas_kernels.check.device import (
+    FIRST,
+    magnitudes,
+    run_often,
+    same_bits,
+    sums_of_magnitudes,
+    verdict,
+    with_bits,
+)
 from pallas_kernels.decode_attention import KeyValues, decode_attention
 from pallas_kernels.matmul import blockwise_matmul
 from pallas_kernels.quantize import quantize_blocks
 
-RUNS = 3  # of the same input: a race shows as other bits
-FIRST = {
-    "attention": ("causal",),
-    "cache_write": ("decode",),
-    "decode_attention": ("pages", "bf16"),
-    "grouped_matmul": ("groups-of-any-size", "gradient"),
-    "invariant": ("several-tiles", "few-rows", "groups", "sum-70x520", "rows-5-of-140"),
-    "matmul": ("several-tiles", "few-rows", "split"),
-    "quantize": ("rows", "tokens", "weight", "both", "regrouped", "swiglu", "rms-norm"),
-}
-"""Of each operation, small cases that every kernel has a part in."""
 ROWS_OF = ((4096, 4096), (1024, 4096), (4096, 12288))
 ROW_COUNTS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 127, 128, 129, 136, 1000, 4096)
 LENGTHS = (1, 63, 64, 65, 511, 513, 1500, 4096)
-SHORT_SUM = 2.0**-11
-SHORT_SCORE = 2.0**-9
-PRODUCTS = ("matmul", "grouped_matmul")
 
 
 def jobs(setting: Setting) -> list[Job]:
@@ -99,32 +84,19 @@ def _job(
 
 def against_expected(setting: Setting, operation: str, case: Case) -> dict[str, Any]:
     """A small case against float64."""
-    arrays = arrays_of(case, jax.random.key(0))
-    got, equal = run_often(setting, case, arrays)
-    want, sums = case.expected(*jax.tree.map(np.asarray, arrays)), None
-    if sums_of_magnitudes(operation, case):
-        sums = case.expected(*jax.tree.map(np.asarray, magnitudes(arrays)))
-    return _judged(verdict(operation, case, got, want, sums), equal)
+    return _told(device.against_expected(operation, case, setting.backend))
 
 
 def against_reference(setting: Setting, operation: str, case: Case) -> dict[str, Any]:
     """A real case against plain XLA on the device."""
     arrays = arrays_of(case, jax.random.key(0))
-    got, equal = run_often(setting, case, arrays)
+    got, equal = run_often(case, arrays, setting.backend)
     reference = reference_of(operation, case)
     sums = reference(magnitudes(arrays)) if sums_of_magnitudes(operation, case) else None
-    return _judged(verdict(operation, case, got, reference(arrays), sums), equal)
+    return _told(with_bits(verdict(operation, case, got, reference(arrays), sums), equal))
 
 
-def run_often(setting: Setting, case: Case, arrays: tuple) -> tuple[Any, bool]:
-    """The result, and whether it was the same bits each time."""
-    run = jax.jit(lambda *a: case.run(*a, backend=setting.backend))
-    first = jax.block_until_ready(run(*arrays))
-    return first, all([bool(same_bits(first, run(*arrays))) for _ in range(RUNS - 1)])
-
-
-def _judged(judged: dict[str, Any], equal: bool) -> dict[str, Any]:
-    judged |= {"runs_equal": equal, "passed": judged["passed"] and equal}
+def _told(judged: dict[str, Any]) -> dict[str, Any]:
     if not judged["passed"]:
         print(f"  WRONG: {judged}", flush=True)
     return judged
@@ -195,85 +167,6 @@ def _gradient(dy, x, sizes, longest):
         return None, jnp.where(own, left, 0.0).T @ right
 
     return lax.scan(one, None, jnp.arange(len(sizes)))[1]
-
-
-# how far a result may be off, and how far it is
-
-
-def sums_of_magnitudes(operation: str, case: Case) -> bool:
-    """Whether the case's bound needs the result of its arguments' magnitudes."""
-    return operation in PRODUCTS and case.instruction == "QGMMA"
-
-
-@jax.jit
-def magnitudes(arrays: tuple) -> tuple:
-    """The arguments, every float without its sign."""
-    return jax.tree.map(
-        lambda x: (
-            jnp.abs(x.astype(jnp.float32)).astype(x.dtype)
-            if jnp.issubdtype(x.dtype, jnp.floating)
-            else x
-        ),
-        arrays,
-    )
-
-
-def verdict(operation: str, case: Case, got: Any, want: Any, sums: Any | None) -> dict[str, Any]:
-    """Compare on whichever side the arrays are.
-
-    Args:
-        got, want: of the same tree of arrays.
-        sums: the right result of the arguments' magnitudes, where `sums_of_magnitudes` asks for it.
-
-    Returns:
-        "difference" as a part of the largest magnitude, "of_allowed" (above 1: wrong), "passed".
-    """
-    extra = SHORT_SCORE if case.instruction == "QGMMA" and operation not in PRODUCTS else 0.0
-    leaves = jax.tree.leaves(got)
-    sums = jax.tree.leaves(sums) if sums is not None else [None] * len(leaves)
-    judged = [
-        _leaf(*three, case.tolerance + extra)
-        for three in zip(leaves, jax.tree.leaves(want), sums, strict=True)
-    ]
-    difference, of_allowed = (max(column) for column in zip(*judged, strict=True))
-    return {"difference": difference, "of_allowed": of_allowed, "passed": bool(of_allowed <= 1)}
-
-
-def _leaf(got, want, sums, tolerance: float) -> tuple[float, float]:
-    if got.shape != want.shape:
-        raise ValueError(f"shape {got.shape}, expected {want.shape}")
-    on_device = isinstance(want, jax.Array)
-    compare, dtype = (_compare_on_device, jnp.float32) if on_device else (_compare, np.float64)
-    xp = jnp if on_device else np
-    have, want = xp.asarray(got).astype(dtype), want.astype(dtype)
-    sums = xp.zeros(()) if sums is None else sums.astype(dtype)
-    return tuple(float(x) for x in compare(have, want, sums, tolerance))
-
-
-def _compare(have, want, sums, tolerance, xp=np):
-    same = (have == want) | (xp.isnan(have) & xp.isnan(want))
-    scale = xp.max(xp.where(xp.isfinite(want), xp.abs(want), 0.0), initial=0.0)
-    apart = xp.where(same, 0.0, xp.abs(have - want))
-    apart = xp.where(xp.isfinite(apart), apart, xp.inf)
-    allowed = SHORT_SUM * sums + tolerance * scale
-    parts = xp.where(apart == 0, 0.0, apart / xp.maximum(allowed, 1e-37))
-    return xp.max(apart, initial=0.0) / xp.where(scale > 0, scale, 1.0), xp.max(parts, initial=0.0)
-
-
-@jax.jit
-def _compare_on_device(have, want, sums, tolerance):
-    return _compare(have, want, sums, tolerance, jnp)
-
-
-@jax.jit
-def same_bits(one: Any, other: Any) -> jax.Array:
-    """Whether two trees of arrays are equal bit for bit, NaN included."""
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return jnp.all(jnp.stack([jnp.all(_bits(a) == _bits(b)) for a, b in pairs]))
-
-
-def _bits(x):
-    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
 # what a row or a sequence gets must not depend on what else is computed with it
