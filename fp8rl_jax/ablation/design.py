@@ -330,7 +330,7 @@ def read_design(
         raise UserError("\n".join(faults))
     file = laid_over(AblationConfig(), values, faults)
     faults += problems(file)
-    faults += unknown_placeholders("--output", output, "name")
+    faults += unknown_placeholders("output", output, "name")
     folder = Path(str(source)).parent if is_file else Path()
     run_files = [str(folder / Path(path).expanduser()) for path in file.base]
     base = laid_over(RunConfig(), read_values(RunConfig, run_files, faults), faults)

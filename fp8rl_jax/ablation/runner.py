@@ -182,7 +182,7 @@ class Runner:
 
     def __init__(self, design: Design, jobs: int = 1, report: Callable[[str], None] = print):
         if jobs < 1:
-            raise UserError(f"--jobs: {jobs} must be at least 1")
+            raise UserError(f"jobs: {jobs} must be at least 1")
         self.design, self.jobs, self.report = design, jobs, report
         self.logs, self._objects = design.directory / "logs", design.directory / "objects.pickle"
         self.resolved: dict[str, dict[str, Any]] = {}
@@ -227,7 +227,7 @@ class Runner:
             except OSError as error:
                 raise UserError(
                     f"{design.directory}: cannot be written ({error.strerror}); choose another "
-                    "--output"
+                    "output"
                 ) from error
         for job in self._jobs(design.seeds, everything=True):
             path = self._config_path(job)
@@ -452,7 +452,7 @@ class Runner:
                 stored["fingerprint"], json.loads(json.dumps(self.design.fingerprint()))
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); choose another --output") from None
+            raise UserError(f"{path}: cannot be read ({error}); choose another output") from None
         if lines:
             raise self._other(lines)
         return stored
@@ -461,7 +461,7 @@ class Runner:
         """What to say where an ablation has become another."""
         told = (f"{self.design.source}: {line} since its runs began" for line in changed)
         where = self.design.directory
-        return UserError("\n".join([*told, f"{where}: put it back, or choose another --output"]))
+        return UserError("\n".join([*told, f"{where}: put it back, or choose another output"]))
 
     def _agree(self) -> None:
         """Refuse to start a run with code that behaves otherwise than it did when the runs began;

@@ -23,7 +23,7 @@ import sys
 from dataclasses import dataclass
 from typing import TextIO, get_type_hints
 
-from fp8rl_jax.errors import RESUMABLE, Interrupted, UserError
+from fp8rl_jax.errors import RESUMABLE, Interrupted, UserError, for_the_command_line
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ def _is_closed(stream: TextIO) -> bool:
 
 def _answer(words: list[str]) -> int:
     try:
-        return _dispatch(words)
+        with for_the_command_line():
+            return _dispatch(words)
     except UserError as error:
         for line in str(error).splitlines():
             print(f"fp8rl: error: {line}", file=sys.stderr)

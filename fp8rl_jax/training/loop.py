@@ -22,7 +22,7 @@ import numpy as np
 
 from fp8rl_jax import rl
 from fp8rl_jax.config.fingerprint import FREE, changes, is_free
-from fp8rl_jax.errors import Interrupted, UserError
+from fp8rl_jax.errors import Interrupted, UserError, switch
 from fp8rl_jax.parallel import (
     PROGRESS,
     check_same,
@@ -106,7 +106,7 @@ def refuse_taken(setup: Setup) -> None:
     """
     if not setup.config.resume and holds_run(setup.directory):
         raise UserError(
-            f"{setup.directory} holds a run already; give --resume, or another --output"
+            f"{setup.directory} holds a run already; give {switch('resume')}, or another output"
         )
 
 
@@ -217,7 +217,7 @@ class Loop:
             raise UserError(
                 "\n".join(
                     f"{line}: the checkpoint of step {step} is of another experiment; resume with "
-                    "what it had, or give --resume-changed"
+                    f"what it had, or give {switch('resume_changed')}"
                     for line in other
                 )
             )
@@ -327,7 +327,7 @@ class Loop:
     def _standing(self) -> str:
         """How the run goes on."""
         at = f"from the checkpoint of step {self.newest}" if self.newest else "from the start"
-        return f"--resume goes on {at}"
+        return f"{switch('resume')} goes on {at}"
 
     @property
     def steps(self) -> int:

@@ -327,7 +327,7 @@ def test_code_that_behaves_otherwise_does_not_go_on(study, fake, monkeypatch):
     fake()
     monkeypatch.setattr(runner, "sources", lambda: "others")
     monkeypatch.setattr(runner, "fingerprint", behaves(fp8=0.6))
-    with pytest.raises(UserError, match="choose another --output") as error:
+    with pytest.raises(UserError, match="choose another output") as error:
         ablate(path)
     line, _ = str(error.value).splitlines()
     assert line.startswith(f"{path}: fp8: loss of step 0 was 0.5 and is 0.6, further apart than")
@@ -467,7 +467,7 @@ def test_elements_of_a_job_array_and_their_record(study, fake, capsys):
         (["--collect", "--slurm"], "--collect and --slurm: give one of them"),
         (["--run", "bf17-0"], "--run: 'bf17-0' is none of bf16-0, fp8-0, bf16-1, fp8-1"),
         (["--collect"], "out: no run of this ablation is there yet"),
-        (["--output", "x/{arm}"], "--output = 'x/{arm}': unknown placeholder {arm}"),
+        (["--output", "x/{arm}"], "output = 'x/{arm}': unknown placeholder {arm}"),
     ],
 )
 def test_wrong_flags_are_one_line(study, fake, capsys, flags, message):

@@ -3,13 +3,16 @@ next."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -302,6 +305,7 @@ def test_a_reward_that_is_none_has_no_part():
         ([10**400] * 12, "rewards: each must be a number or None"),
         ([None] * 12, "rewards: all 12 are None, which leaves nothing to learn from"),
         (["good"] * 12, "rewards: each must be a number or None"),
+        (None, "rewards: expected a list, one for each of rollout.texts, got None"),
         ([0.0] * 7 + [1e30] + [0.0] * 4, "sample 7 is 1e.30, and the squares of 12 rewards"),
     ],
 )
@@ -311,6 +315,29 @@ def test_wrong_rewards_are_one_line(rewards, message):
         session.update(session.rollout(PROMPTS), rewards)
 
 
+def test_what_is_no_rollout_and_no_policy_is_one_line():
+    session = session_of()
+    for arguments, message in (
+        ([None], "session.update: missing a required argument: 'rewards'"),
+        ([None, [0.0]], "rollout: expected what session.rollout gives, got None"),
+    ):
+        with pytest.raises(UserError, match=message):
+            session.update(*arguments)
+    for copied in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(UserError, match="neither pickled nor copied; checkpoint and restore"):
+            copied(session)
+    policy, tokenizer = fp8rl.byte_policy(**SIZES)
+    for given, message in (
+        ((tokenizer, policy), "policy and tokenizer are swapped"),
+        (("smollm2-135m",), r"the name of one; give Session\(\*fp8rl.load\('smollm2-135m'\)"),
+        (((policy, tokenizer),), "got a tuple; give what fp8rl.load returns as two arguments"),
+        ((None, tokenizer), "policy: expected a Policy, and got NoneType; fp8rl.load"),
+        ((policy,), "tokenizer: expected that of fp8rl.load"),
+    ):
+        with pytest.raises(UserError, match=message):
+            fp8rl.Session(*given)
+
+
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
@@ -318,6 +345,12 @@ def test_wrong_rewards_are_one_line(rewards, message):
         ([], "expected a list of at least one prompt"),
         ([[1, 2], []], "prompt 1 has 0 tokens"),
         ([[1, 400]], "prompt 0 has token ids outside of the vocabulary, 0 to 263"),
+        ({"prompt": "ab="}, "expected a list of at least one prompt, got {'prompt': 'ab='}"),
+        (None, "expected a list of at least one prompt, got None"),
+        ([None], "prompt 0 is None; give text, token ids or messages"),
+        ([{"prompt": "ab="}], "prompt 0 is {'prompt': 'ab='}; give text, token ids or messages"),
+        ([{"role": "user", "content": "hi"}], "these are messages of one conversation; give a"),
+        ([[1.5]], r"prompt 0 is \[1.5\], which are no token ids"),
         (["x" * 5000], "prompt 0 has 5001 tokens; from 1 to .* fit"),
         ([[{"role": "user", "text": "hi"}]], "prompt 0 message 0 must have role and content"),
     ],
@@ -354,6 +387,14 @@ def test_prompts_of_every_kind():
         (
             {"scale": "float32"},
             "scale: may be precision.scale or precision.rollout.scale or precision.trainer.scale",
+        ),
+        ({"path": "x"}, "path: may be model.path or lora.path; give the dotted key"),
+        ({"wandb": True}, "wandb: is tracking.wandb, which a whole run has .fp8rl.train."),
+        ({"resume": True}, "resume: is resume, which a whole run has"),
+        ({"logit_bias": {4: "much"}}, "rollout.logit_bias: expected a table, got {4: 'much'}"),
+        (
+            {"logit_bias": {4: 1.0}},
+            "rollout: logit_bias = {'4': 1.0} samples from another distribution",
         ),
         ({"recipe": "fp8"}, "recipe: unknown name 'fp8'"),
         ({"rollout": {"temperature": 1.0}}, "rollout: expected a RolloutConfig"),
@@ -397,6 +438,13 @@ def test_settings_by_name_by_key_and_by_table():
     )
     assert (made.optimizer.learning_rate, made.seed, made.recipe) == (1.0, 4, "jet-rl")
     assert made.rollout == RolloutConfig(max_new_tokens=9, samples_per_prompt=3)
+    run = {"model": Path("smollm2"), "wandb": True, "steps": 7, "logit_bias": {4: 100}}
+    made_run = with_settings(RunConfig(), run)
+    assert (made_run.model.path, made_run.tracking.wandb) == ("smollm2", True)
+    assert (made_run.trainer.steps, made_run.sft) == (7, RunConfig().sft)
+    assert made_run.rollout.logit_bias == {"4": 100.0}
+    with pytest.raises(UserError, match="every: may be rl.clip_calibration.every or evaluation"):
+        with_settings(RunConfig(), {"every": 2})
     assert made.rl.correction == CorrectionConfig("icepop")
     own = changed_recipe("fp8-rl", "mine", kv_margin=1.5)
     session = session_of(own)
@@ -747,8 +795,6 @@ def test_a_checkpoint_of_another_kind_is_one_line(tmp_path, monkeypatch):
     session.supervise(["ab="], ["c"])
     with pytest.raises(UserError, match="its arrays are another session's own"):
         session_of().load(state)
-    with pytest.raises(UserError, match="policy: expected a Policy, and got str; fp8rl.load"):
-        fp8rl.Session("out/model", session.tokenizer)
     checkpoints, model = tmp_path / "checkpoints", session.save(tmp_path / "model")
     session.checkpoint(checkpoints)
     for other, place, message in (

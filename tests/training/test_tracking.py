@@ -126,7 +126,7 @@ def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
     tracker = JsonlTracker(tmp_path / "m.jsonl")
     monkeypatch.setattr(tracker._lines, "_file", open("/dev/full", "ab", buffering=0))
     with pytest.raises(
-        UserError, match=r"m.jsonl: cannot be written: No space left on device; .*--resume"
+        UserError, match=r"m.jsonl: cannot be written: No space left on device; .*resume=True"
     ):
         tracker.log(0, {"x": 1.0})
     with pytest.raises(UserError, match=r"m.jsonl: cannot be written: No such file or directory"):
