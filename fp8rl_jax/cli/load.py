@@ -1,6 +1,6 @@
 """From words to a typed configuration: TOML files, then flags, with every fault of both reported.
 
-    fp8rl train base.toml overlay.toml --rollout.temperature 0.7 --task.args.max-terms 3
+    fp8rl train base.toml overlay.toml --rollout.temperature 0.7 --task.args.max-word-len 4
 
 Later files override earlier ones key by key, and flags override files. Tyro reads the flags and
 writes the help; where it refuses, the flags are gone through one by one, so that all their faults
@@ -179,7 +179,7 @@ def _flag_faults(tree: type[Any], flags: list[str], check_required: bool) -> Ite
 
 
 def _take_table_entries(flags: list[str], tree: type, config: Any) -> tuple[list[str], dict, dict]:
-    """Take `--task.args.max-terms 3` out of the flags, for settings that are dictionaries.
+    """Take `--task.args.max-word-len 4` out of the flags, for settings that are dictionaries.
 
     For one that holds tables, also `--recipes.my-fp8.rollout.weight e4m3`, whose first part is an
     entry's name as it stands.
