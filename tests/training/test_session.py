@@ -871,8 +871,15 @@ def test_an_objective_and_a_reward_of_a_notebook(tmp_path):
     assert np.isnan(run.metrics["reward/mean"][3]) and np.isfinite(run.metrics["eval/accuracy"][3])
     figure = run.plot()
     assert [axes.get_title() for axes in figure.axes][:2] == ["reward/mean", "mismatch/k3"]
-    with pytest.raises(UserError, match="none of these were measured"):
+    (axes,) = run.plot("reward/mean").axes
+    assert axes.get_title() == "reward/mean" and len(axes.lines[0].get_xdata()) == 3
+    with pytest.raises(UserError, match="reward/men: not measured; did you mean reward/mean"):
+        run.plot("reward/men")
+    with pytest.raises(UserError, match="nothing: not measured; there are .* and [0-9]+ more"):
         run.plot(["nothing"])
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="no step is recorded yet"):
+        fp8rl.Run(tmp_path).plot()
     policy, _ = fp8rl.load(run.model)
     assert policy.config.num_layers == 1
     found = fp8rl.evaluate(
