@@ -21,7 +21,9 @@ _HEAD = """# Every key of a run
 
 Written by `fp8rl config > docs/config.md`. In a TOML file the part before the last dot is the table; on the command line the key
 is the flag, dashes for underscores: `--rollout.max-new-tokens 32`. Files are read in order, each over the one before, flags last:
-`fp8rl train base.toml recipe.toml --rl.clip-high 0.28`.
+`fp8rl train base.toml recipe.toml --rl.clip-high 0.28`. What is true or false is turned on by `--tracking.wandb` or
+`--tracking.wandb true`, and off by `--tracking.no-wandb` or `--tracking.wandb false`. In Python a key is a keyword by its last name
+where no other table has it (`learning_rate=1e-5`), or else `**{"rl.correction.method": "token_tis"}`.
 """
 
 
