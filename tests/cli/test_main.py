@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -49,7 +50,7 @@ def test_a_command_gets_its_arguments_and_gives_its_exit_code(command):
 def test_a_command_may_read_toml(command, tmp_path):
     seen = []
     (tmp_path / "run.toml").write_text("seed = 5\n[rollout]\ntop_k = 4")
-    command(seen.append, RunConfig, reads_toml=True)
+    command(seen.append, RunConfig, first_keys=("recipe",))
     assert cli.main(["probe", str(tmp_path / "run.toml"), "--recipe", "fp8-rl"]) == 0
     assert (seen[0].seed, seen[0].rollout.top_k, seen[0].recipe) == (5, 4, "fp8-rl")
 
@@ -105,10 +106,18 @@ def test_every_command_is_whole(name, capsys):
     module, function = cli.COMMANDS[name].function.split(":")
     command = getattr(importlib.import_module(f"fp8rl_jax.cli.{module}"), function)
     assert command.__doc__ and next(iter(get_type_hints(command).values())).__doc__
+    first, flags = cli.COMMANDS[name].first_keys, []
+    if first:
+        assert cli.main([name, "--recipe", "x", "--help"]) == 0
+        short = capsys.readouterr().out
+        flags = re.findall(r"^  --(\S+) \(", short, re.MULTILINE)
+        assert flags == [key.replace("_", "-") for key in first] and len(flags) == 10
+        assert len(short.splitlines()) < 45 and f"fp8rl {name} --help-all" in short
     with pytest.raises(SystemExit) as stop:
-        cli.main([name, "--help"])
+        cli.main([name, "--help-all" if first else "--help"])
     assert stop.value.code == 0
-    assert "Traceback" not in capsys.readouterr().out
+    whole = capsys.readouterr().out
+    assert "Traceback" not in whole and all(f"--{flag}" in whole for flag in flags)
 
 
 def test_positional_arguments_are_named(capsys):
