@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +47,7 @@ def train(config: RunConfig) -> None:
     With `--dry-run` print the resolved configuration, parameter counts and the memory plan instead.
     """
     start_jax()
+    from fp8rl_jax.parallel import is_main_process
     from fp8rl_jax.training import loop
     from fp8rl_jax.training.setup import announce, build, describe
 
@@ -56,6 +58,10 @@ def train(config: RunConfig) -> None:
         print(describe(setup))
         return
     loop.train(setup, _where_sides_part)
+    if is_main_process():
+        run = shlex.quote(str(setup.directory))
+        print(f"model: {setup.directory / 'model'}; metrics, samples and evaluations beside it")
+        print(f"next: fp8rl report {run} writes a page of its curves, fp8rl eval {run} measures it")
 
 
 def _where_sides_part(session: Session, rollout: Rollout) -> str:

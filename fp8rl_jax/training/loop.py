@@ -49,6 +49,7 @@ from fp8rl_jax.training.setup import (
     Setup,
     announce,
     check_answers,
+    opening,
     reward_log,
     reward_pool,
 )
@@ -87,6 +88,7 @@ def train(setup: Setup, explain: Explain | None = None) -> None:
             pool = stack.enter_context(reward_pool(setup))
         if is_main_process():
             announce(setup, print, "rollout.prompts_per_step")
+            print("\n".join(opening(setup)), flush=True)
         with shared_faults():
             if is_main_process():
                 check_answers(setup, pool)
