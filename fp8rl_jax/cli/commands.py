@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -201,6 +202,11 @@ class AblateArguments:
     """Run nothing; write record and page of what is there."""
     slurm: bool = False
     """Run nothing; write the scripts of a SLURM job array and print how to submit them."""
+    gpus: int = 0
+    """With --slurm: GPUs of each run; 0: what the cluster gives."""
+    time: str = ""
+    """With --slurm: time limit of each run as sbatch takes it, such as 4:00:00 or 2-0; empty: the
+    cluster's."""
     run: str = ""
     """Do only this run (ARM-SEED), or this warm start, and write no record: an element of a job
     array."""
@@ -213,6 +219,12 @@ class AblateArguments:
         faults = [f"{' and '.join(chosen)}: give one of them"] if len(chosen) > 1 else []
         if self.jobs < 1:
             faults.append(f"--jobs: {self.jobs} must be at least 1")
+        if (self.gpus or self.time) and not self.slurm:
+            faults.append("--gpus and --time are of a job array; give --slurm with them")
+        if self.gpus < 0:
+            faults.append(f"--gpus: {self.gpus} must not be negative")
+        if self.time and not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", self.time):
+            faults.append(f"--time: {self.time!r} is no time of sbatch's; give 4:00:00, or 2-0")
         if self.timed_steps and not (self.dry_run and self.timed_steps > 1):
             faults.append(
                 f"--timed-steps: {self.timed_steps}; give at least 2, and --dry-run with it"
@@ -231,7 +243,7 @@ def ablate(arguments: AblateArguments) -> None:
         timed = runner.timed(arguments.timed_steps) if arguments.timed_steps else {}
         print(runner.plan(checks, timed))
     elif arguments.slurm:
-        print(runner.slurm())
+        print(runner.slurm(arguments.gpus, arguments.time))
     elif arguments.run:
         runner.run_one(arguments.run)
     else:
