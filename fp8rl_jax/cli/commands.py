@@ -10,7 +10,7 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import tyro
 
@@ -24,12 +24,25 @@ if TYPE_CHECKING:
     from fp8rl_jax.training.setup import Setup
 
 
+class _StandardError(logging.StreamHandler):
+    """Lines to what sys.stderr is at the moment: a bar takes its place, to stay below them."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, stream: TextIO) -> None:
+        """It is not kept."""
+
+
 def start_jax() -> None:
     """Log to standard error, and keep compiled programs between runs.
 
     They are kept in FP8RL_CACHE or ~/.cache/fp8rl, as models are.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    form, handler = "%(message)s", _StandardError()
+    logging.basicConfig(level=logging.WARNING, format=form, handlers=[handler])
     logging.getLogger("fp8rl").setLevel(logging.INFO)
 
     from fp8rl_jax.caching import keep_compiled_programs

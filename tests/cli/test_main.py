@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import importlib
+import io
+import logging
 import os
 import re
 import resource
@@ -13,6 +15,7 @@ from typing import get_type_hints
 import pytest
 
 from fp8rl_jax.cli import main as cli
+from fp8rl_jax.cli.commands import _StandardError
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 
@@ -168,6 +171,13 @@ def test_a_closed_pipe_ends_a_command_quietly(words):
     )
     os.close(writer)
     assert (run.returncode, run.stdout or b"", run.stderr or b"") == (141, b"", b"")
+
+
+def test_lines_of_the_log_go_where_standard_error_is_now(monkeypatch):
+    handler, bar = _StandardError(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", bar)
+    handler.handle(logging.LogRecord("fp8rl", logging.INFO, "", 0, "compiling", None, None))
+    assert bar.getvalue() == "compiling\n"
 
 
 def test_another_broken_pipe_is_a_bug_and_keeps_its_traceback(command):
