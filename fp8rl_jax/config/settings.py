@@ -46,8 +46,13 @@ def with_settings(
 
     Raises:
         UserError: one line for each name that is unknown or stands for several settings, and for
-            each value that does not fit.
+            each value that does not fit; or `config` is none.
     """
+    if not isinstance(config, RunConfig):
+        raise UserError(
+            f"config: expected a RunConfig, got {show(config)}; single settings are keywords of "
+            "their own, such as learning_rate=1e-5"
+        )
     changes, faults = {}, []
     recipe = settings.get("recipe") if recipe is None else recipe
     own = fields_of(RunConfig)

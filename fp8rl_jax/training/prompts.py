@@ -30,17 +30,18 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Example
 _MESSAGES = '[{"role": "user", "content": "..."}]'
 
 
-def listed(prompts: Any) -> list[Prompt]:
-    """Give the prompts of a call as a list.
+def listed(given: Any, what: str = "prompts") -> list[Any]:
+    """Give the prompts, or the completions, of a call as a list.
 
     Raises:
-        UserError: there are none, or it is one prompt instead of several.
+        UserError: there are none, or it is one instead of several.
     """
-    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
-        raise UserError(f"prompts: expected a list of at least one prompt, got {show(prompts)}")
-    several = list(prompts)
+    wanted = f"{what}: expected a list of at least one {what.removesuffix('s')}"
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+        raise UserError(f"{wanted}, got {show(given)}")
+    several = list(given)
     if not several:
-        raise UserError("prompts: expected a list of at least one prompt, got none")
+        raise UserError(f"{wanted}, got none")
     if all(isinstance(prompt, Mapping) and "role" in prompt for prompt in several):
         raise UserError(
             f"prompts: these are messages of one conversation; give a list of such: [{_MESSAGES}]"

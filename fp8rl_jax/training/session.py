@@ -44,7 +44,7 @@ from fp8rl_jax.config.files import run_directory
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.run import RunConfig
-from fp8rl_jax.config.schema import leaves, show, validate
+from fp8rl_jax.config.schema import at_least, leaves, show, validate
 from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.config.training import CheckpointConfig, OptimizerConfig
 from fp8rl_jax.config.unused import unused_settings
@@ -232,7 +232,8 @@ class Session:
             config is None
             and not {"prompts_per_step", "rollout.prompts_per_step", "rollout"} & settings.keys()
         )
-        config = with_settings(config or RunConfig(), settings, recipe, _OF_RUNS)
+        config = RunConfig() if config is None else config
+        config = with_settings(config, settings, recipe, _OF_RUNS)
         if alone:  # prompts come with each call, so what divides their number divides this one too
             unit = _prompts_of_a_part(config)
             config = replace(config, rollout=replace(config.rollout, prompts_per_step=unit))
@@ -265,6 +266,10 @@ class Session:
         if config.task.system_prompt and not tokenizer.has_chat_template:
             _log.warning(
                 "task.system_prompt: has no effect, the model has no chat template to write it with"
+            )
+        if not (engine is None or hasattr(engine, "generate")):
+            raise UserError(
+                f"engine: expected one that samples, got {show(engine)}; rollout.engine names ours"
             )
         if engine is None and config.rollout.engine == "vllm":
             engine = VllmEngine(config, self.recipe, tokenizer)
@@ -384,6 +389,9 @@ class Session:
             seed: of the draws.
         """
         encoded, count = self.encode(prompts)
+        _check_samples(samples)
+        if fault := at_least("temperature", temperature, 0.0):
+            raise UserError(fault)
         sampling, key = (
             at_temperature(self.sampling, temperature),
             sample_key(self.config.seed, seed),
@@ -468,8 +476,7 @@ class Session:
                 corrects.
         """
         config, clock = self.config, self.clock
-        if not isinstance(rollout, Experience):
-            raise UserError(f"rollout: expected what session.rollout gives, got {show(rollout)}")
+        _check_experience(rollout)
         behind = self.serving.behind(rollout.weight_version)
         if rollout.temperature != self.sampling.temperature:
             raise UserError(
@@ -566,6 +573,7 @@ class Session:
             UserError: an answer is empty or has more than rollout.max_new_tokens tokens.
         """
         encoded, count = self.encode(prompts)
+        answers = listed(answers, "answers")
         if len(answers) != count:
             raise UserError(f"answers: {len(answers)} for {count} prompts; give one for each")
         tokens, mask = self.encoder.answers(
@@ -642,6 +650,7 @@ class Session:
         """Compute the trainer's log-probabilities of a rollout's tokens, as `update` does before it
         learns, and the entropies in nats of the distributions that they are of: those over the
         tokens' supports where the rollout has them, and `scored_logprobs` the rollout's."""
+        _check_experience(rollout)
         config = step_config(self.config, self.recipe)
         batch = rollout.batch(config.rl, self.config.samples_truncated())
         parts = micro_batches(self.config.trainer, rollout.prompts_in_batch)
@@ -674,11 +683,9 @@ class Session:
         Raises:
             UserError: completions that are no multiple of the prompts, or one that is empty.
         """
-        prompts, completions = (
-            listed(prompts),
-            [self.encoder.answer(i, answer, end=False) for i, answer in enumerate(completions)],
-        )
-        if len(completions) % len(prompts) or not completions:
+        prompts, answers = listed(prompts), enumerate(listed(completions, "completions"))
+        completions = [self.encoder.answer(i, answer, end=False) for i, answer in answers]
+        if len(completions) % len(prompts):
             raise UserError(
                 f"completions: {len(completions)} are no multiple of {len(prompts)} prompts"
             )
@@ -1086,6 +1093,8 @@ class Session:
     def _draw(self, samples: int | None, key: Key[Array, ""] | None) -> tuple[int, Key[Array, ""]]:
         """Samples of a prompt, and the key of this step's next rollout."""
         self.config.samples_truncated()  # for its refusals
+        if samples is not None:
+            _check_samples(samples)
         if key is None:
             key = rollout_key(self.config.seed, self.step, self._rollouts)
         self._rollouts += 1
@@ -1130,6 +1139,16 @@ def _checked(policy: Any, tokenizer: Any) -> Tokenizer:
             f"tokenizer: expected that of fp8rl.load(...), and got {type(tokenizer).__name__}"
         )
     return tokenizer
+
+
+def _check_samples(samples: Any) -> None:
+    if not isinstance(samples, int | np.integer) or samples < 1:
+        raise UserError(f"samples: {show(samples)} must be a whole number of at least 1")
+
+
+def _check_experience(rollout: Any) -> None:
+    if not isinstance(rollout, Experience):
+        raise UserError(f"rollout: expected what session.rollout gives, got {show(rollout)}")
 
 
 def _prompts_of_a_part(config: RunConfig) -> int:

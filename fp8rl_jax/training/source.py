@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from fp8rl_jax.caching import cache_dir
 from fp8rl_jax.config.files import read_config, run_directory
 from fp8rl_jax.config.run import MeshConfig, RunConfig
+from fp8rl_jax.config.schema import show
 from fp8rl_jax.config.training import CheckpointConfig
 from fp8rl_jax.errors import UserError, switch
 from fp8rl_jax.models.config import PolicyConfig
@@ -77,6 +78,8 @@ def load(source: str | Path, dtype: jnp.dtype = jnp.float32) -> tuple[Policy, To
     Raises:
         UserError: nothing is found, a file is damaged, or there is no tokenizer.
     """
+    if not isinstance(source, str | Path):
+        raise UserError(f"load: expected a model's name or directory, got {show(source)}")
     return files.load(find_model(source), dtype)
 
 

@@ -323,6 +323,20 @@ def test_what_is_no_rollout_and_no_policy_is_one_line():
     ):
         with pytest.raises(UserError, match=message):
             session.update(*arguments)
+    for call, message in (
+        (lambda: session.score(None), "rollout: expected what session.rollout gives"),
+        (lambda: session.rollout(PROMPTS, samples=0), "samples: 0 must be a whole number"),
+        (lambda: session.sample(PROMPTS, samples="2"), "samples: '2' must be a whole number"),
+        (lambda: session.sample(PROMPTS, temperature="hot"), "temperature: 'hot' must be a number"),
+        (lambda: session.supervise(["ab="], "c"), "answers: expected a list of at least one answ"),
+        (lambda: session.logprobs(["ab="], None), "completions: expected a list of at least one"),
+        (lambda: fp8rl.load(None), "load: expected a model's name or directory, got None"),
+        (lambda: session_of(config={"seed": 1}), "config: expected a RunConfig, got {'seed': 1}"),
+        (lambda: session_of(engine="paged"), "engine: expected one that samples, got 'paged'"),
+        (lambda: fp8rl.train({"seed": 1}), "config: expected a RunConfig, got {'seed': 1}"),
+    ):
+        with pytest.raises(UserError, match=message):
+            call()
     for copied in (pickle.dumps, copy.deepcopy):
         with pytest.raises(UserError, match="neither pickled nor copied; checkpoint and restore"):
             copied(session)
