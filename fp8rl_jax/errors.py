@@ -1,6 +1,7 @@
-"""The two exceptions that a user is meant to read, and how their messages name many things."""
+"""The two exceptions that a user is meant to read, and how their messages name things."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 RESUMABLE = 75
 """Exit status of a run that ended early through no fault of its settings: `--resume` goes on
@@ -21,6 +22,28 @@ class Interrupted(Exception):
 
     The command line prints the message without a traceback and exits with status RESUMABLE.
     """
+
+
+class _Reader:
+    """Who reads what is said in this process."""
+
+    types_flags = False
+
+
+@contextmanager
+def for_the_command_line() -> Generator[None]:
+    """Spell switches as flags within it, in all threads."""
+    before, _Reader.types_flags = _Reader.types_flags, True
+    try:
+        yield
+    finally:
+        _Reader.types_flags = before
+
+
+def switch(key: str) -> str:
+    """Spell a boolean setting that is to be turned on: `--resume` to users of the command,
+    `resume=True` from Python."""
+    return f"--{key.replace('_', '-')}" if _Reader.types_flags else f"{key}=True"
 
 
 def listing(names: Sequence[str], shown: int = 5) -> str:

@@ -35,6 +35,7 @@ FLOORS = (
     "fp8rl_jax/parallel",
     "fp8rl_jax/packages",
     "fp8rl_jax/caching",
+    "fp8rl_jax/compiling",
     "fp8rl_jax/config",
     "fp8rl_jax/functions",
     "fp8rl_jax/json_fields",

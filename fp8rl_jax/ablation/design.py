@@ -330,7 +330,7 @@ def read_design(
         raise UserError("\n".join(faults))
     file = laid_over(AblationConfig(), values, faults)
     faults += problems(file)
-    faults += unknown_placeholders("--output", output, "name")
+    faults += unknown_placeholders("output", output, "name")
     folder = Path(str(source)).parent if is_file else Path()
     run_files = [str(folder / Path(path).expanduser()) for path in file.base]
     base = laid_over(RunConfig(), read_values(RunConfig, run_files, faults), faults)
@@ -382,7 +382,8 @@ def seeds_of(value: Any) -> tuple[int, ...]:
     return tuple(range(value)) if isinstance(value, int) else tuple(value)
 
 
-_DEFAULTS = flat(RunConfig())
+# what fingerprints leave out; earlier studies have another default task
+_DEFAULTS = flat(RunConfig()) | {"task.name": "chain_sum"}
 _KEYS = dict(leaves(RunConfig))
 _TABLES = set(tables(RunConfig))
 

@@ -277,9 +277,14 @@ def make_record(
 def kept_behaviour(design: Design) -> dict[str, Any] | None:
     """Read the fingerprint of the code that began the runs (`behaviour`); None where they are older
     than it, or none is there."""
+    return _kept(design).get("behaviour")
+
+
+def _kept(design: Design) -> dict[str, Any]:
+    """design.json; empty where it is not there."""
     with contextlib.suppress(OSError, ValueError):
-        return json.loads((design.directory / "design.json").read_text()).get("behaviour")
-    return None
+        return json.loads((design.directory / "design.json").read_text())
+    return {}
 
 
 def behaviour_mark(behaviour: Mapping[str, Any] | None) -> str | None:
@@ -461,7 +466,7 @@ def methods(design: Design) -> str:
             else "."
         ),
         f"An arm is called no worse where the interval excludes a loss of more than "
-        f"{metric.margin:g}. Margin, number of seeds and looks were fixed beforehand.",
+        f"{metric.margin:g}. {_beforehand(design)}",
     ]
     lines.append(
         "These intervals hold where differences spread symmetrically; where an arm is now and then "
@@ -473,6 +478,18 @@ def methods(design: Design) -> str:
         lines.append(f"A run counts as collapsed where {judged} ends {' or '.join(rules)}.")
     lines.append("Runs that failed or collapsed are reported, and none was left out.")
     return " ".join(lines)
+
+
+def _beforehand(design: Design) -> str:
+    """What was fixed before the first run, in a sentence."""
+    raised = _kept(design).get("raised_from")
+    if not raised:
+        return "Margin, number of seeds and looks were fixed beforehand."
+    way = " to ".join(map(str, [*raised, len(design.seeds)]))
+    return (
+        f"Margin and looks were fixed beforehand. The number of seeds was raised from {way} while "
+        "the study went on, which the intervals do not account for."
+    )
 
 
 def _over(design: Design) -> str:

@@ -182,7 +182,7 @@ class Runner:
 
     def __init__(self, design: Design, jobs: int = 1, report: Callable[[str], None] = print):
         if jobs < 1:
-            raise UserError(f"--jobs: {jobs} must be at least 1")
+            raise UserError(f"jobs: {jobs} must be at least 1")
         self.design, self.jobs, self.report = design, jobs, report
         self.logs, self._objects = design.directory / "logs", design.directory / "objects.pickle"
         self.resolved: dict[str, dict[str, Any]] = {}
@@ -209,6 +209,7 @@ class Runner:
         """
         design, stored = self.design, self._stored()
         if stored:
+            self._raise_seeds(stored)
             self.resolved = stored["resolved"]
         else:
             self.resolved = {name: each.resolved for name, each in preflight(design).items()}
@@ -227,7 +228,7 @@ class Runner:
             except OSError as error:
                 raise UserError(
                     f"{design.directory}: cannot be written ({error.strerror}); choose another "
-                    "--output"
+                    "output"
                 ) from error
         for job in self._jobs(design.seeds, everything=True):
             path = self._config_path(job)
@@ -273,6 +274,7 @@ class Runner:
         stored = self._stored()
         if not stored:
             raise UserError(f"{self.design.directory}: no run of this ablation is there yet")
+        self._raise_seeds(stored)
         self.resolved = stored["resolved"]
         self.write()
         return Ablation(self.design.directory)
@@ -397,31 +399,39 @@ class Runner:
                 seconds[arm.name] = whole + _later(design.steps(arm), arm.config, rows)
         return seconds
 
-    def slurm(self) -> str:
+    def slurm(self, gpus: int = 0, time_limit: str = "") -> str:
         """Write the scripts of a SLURM job array, an element a run; give how to submit them.
+
+        Args:
+            gpus: of each element; 0: what the cluster gives.
+            time_limit: of each element, as sbatch takes it; empty: the cluster's.
 
         Raises:
             UserError: as `prepare`.
         """
         self.prepare()
+        self.logs.mkdir(parents=True, exist_ok=True)  # SLURM drops output that has no folder
+        asked = [f"#SBATCH --gpus={gpus}"] if gpus else []
+        asked += [f"#SBATCH --time={time_limit}"] if time_limit else []
         design = self.design
         jobs = self._jobs(design.seeds, everything=True)
         starts = [job.name for job in jobs if not job.arm]
         runs = [job.name for job in jobs if job.arm]
         scripts = {"start": starts, "runs": runs} if starts else {"runs": runs}
         for name, elements in scripts.items():
-            (design.directory / f"{name}.sbatch").write_text(self._script(name, elements))
+            (design.directory / f"{name}.sbatch").write_text(self._script(name, elements, asked))
         paths = {name: shlex.quote(str(design.directory / f"{name}.sbatch")) for name in scripts}
         after = f"--dependency=afterok:$(sbatch --parsable {paths['start']}) " if starts else ""
         return f"sbatch {after}{paths['runs']}\n{self._command('--collect')}  # then"
 
-    def _script(self, name: str, elements: list[str]) -> str:
+    def _script(self, name: str, elements: list[str], asked: list[str]) -> str:
         return "\n".join(
             [
                 "#!/bin/bash",
                 f"#SBATCH --job-name={self.design.name}-{name}",
                 f"#SBATCH --array=0-{len(elements) - 1}",
                 f"#SBATCH --output={self.logs}/slurm-%A-%a.txt",
+                *asked,
                 f"cd {shlex.quote(os.getcwd())}",
                 f"runs=({' '.join(map(shlex.quote, elements))})",
                 self._command('--run "${runs[$SLURM_ARRAY_TASK_ID]}"'),
@@ -442,26 +452,37 @@ class Runner:
         return note(self.design, self.design.run_name(arm, seed)).get("seconds")
 
     def _stored(self) -> dict[str, Any]:
-        """design.json, where it is there and of this design."""
+        """design.json, where it is there and of this design, which may have more seeds."""
         path = self.design.directory / "design.json"
         if not path.exists():
             return {}
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
-            lines = changes(
-                stored["fingerprint"], json.loads(json.dumps(self.design.fingerprint()))
-            )
+            before, now = stored["fingerprint"], json.loads(json.dumps(self.design.fingerprint()))
+            if now["looks"] == 1 and now["seeds"][: len(before["seeds"])] == before["seeds"]:
+                before = before | {"seeds": now["seeds"]}
+            lines = changes(before, now)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); choose another --output") from None
+            raise UserError(f"{path}: cannot be read ({error}); choose another output") from None
         if lines:
             raise self._other(lines)
         return stored
+
+    def _raise_seeds(self, stored: dict[str, Any]) -> None:
+        """Note where seeds were added behind those that design.json has."""
+        before, seeds = stored["fingerprint"]["seeds"], list(self.design.seeds)
+        if before == seeds:
+            return
+        self.report(f"seeds raised from {len(before)} to {len(seeds)}, which the record says")
+        stored["fingerprint"]["seeds"] = seeds
+        stored["raised_from"] = [*stored.get("raised_from", []), len(before)]
+        write_json(self.design.directory / "design.json", stored)
 
     def _other(self, changed: list[str]) -> UserError:
         """What to say where an ablation has become another."""
         told = (f"{self.design.source}: {line} since its runs began" for line in changed)
         where = self.design.directory
-        return UserError("\n".join([*told, f"{where}: put it back, or choose another --output"]))
+        return UserError("\n".join([*told, f"{where}: put it back, or choose another output"]))
 
     def _agree(self) -> None:
         """Refuse to start a run with code that behaves otherwise than it did when the runs began;

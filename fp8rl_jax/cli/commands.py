@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import tyro
 
@@ -22,12 +24,25 @@ if TYPE_CHECKING:
     from fp8rl_jax.training.setup import Setup
 
 
+class _StandardError(logging.StreamHandler):
+    """Lines to what sys.stderr is at the moment: a bar takes its place, to stay below them."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, stream: TextIO) -> None:
+        """It is not kept."""
+
+
 def start_jax() -> None:
     """Log to standard error, and keep compiled programs between runs.
 
     They are kept in FP8RL_CACHE or ~/.cache/fp8rl, as models are.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    form, handler = "%(message)s", _StandardError()
+    logging.basicConfig(level=logging.WARNING, format=form, handlers=[handler])
     logging.getLogger("fp8rl").setLevel(logging.INFO)
 
     from fp8rl_jax.caching import keep_compiled_programs
@@ -46,6 +61,7 @@ def train(config: RunConfig) -> None:
     With `--dry-run` print the resolved configuration, parameter counts and the memory plan instead.
     """
     start_jax()
+    from fp8rl_jax.parallel import is_main_process
     from fp8rl_jax.training import loop
     from fp8rl_jax.training.setup import announce, build, describe
 
@@ -56,6 +72,10 @@ def train(config: RunConfig) -> None:
         print(describe(setup))
         return
     loop.train(setup, _where_sides_part)
+    if is_main_process():
+        run = shlex.quote(str(setup.directory))
+        print(f"model: {setup.directory / 'model'}; metrics, samples and evaluations beside it")
+        print(f"next: fp8rl report {run} writes a page of its curves, fp8rl eval {run} measures it")
 
 
 def _where_sides_part(session: Session, rollout: Rollout) -> str:
@@ -211,6 +231,11 @@ class AblateArguments:
     """Run nothing; write record and page of what is there."""
     slurm: bool = False
     """Run nothing; write the scripts of a SLURM job array and print how to submit them."""
+    gpus: int = 0
+    """With --slurm: GPUs of each run; 0: what the cluster gives."""
+    time: str = ""
+    """With --slurm: time limit of each run as sbatch takes it, such as 4:00:00 or 2-0; empty: the
+    cluster's."""
     run: str = ""
     """Do only this run (ARM-SEED), or this warm start, and write no record: an element of a job
     array."""
@@ -223,6 +248,12 @@ class AblateArguments:
         faults = [f"{' and '.join(chosen)}: give one of them"] if len(chosen) > 1 else []
         if self.jobs < 1:
             faults.append(f"--jobs: {self.jobs} must be at least 1")
+        if (self.gpus or self.time) and not self.slurm:
+            faults.append("--gpus and --time are of a job array; give --slurm with them")
+        if self.gpus < 0:
+            faults.append(f"--gpus: {self.gpus} must not be negative")
+        if self.time and not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", self.time):
+            faults.append(f"--time: {self.time!r} is no time of sbatch's; give 4:00:00, or 2-0")
         if self.timed_steps and not (self.dry_run and self.timed_steps > 1):
             faults.append(
                 f"--timed-steps: {self.timed_steps}; give at least 2, and --dry-run with it"
@@ -241,7 +272,7 @@ def ablate(arguments: AblateArguments) -> None:
         timed = runner.timed(arguments.timed_steps) if arguments.timed_steps else {}
         print(runner.plan(checks, timed))
     elif arguments.slurm:
-        print(runner.slurm())
+        print(runner.slurm(arguments.gpus, arguments.time))
     elif arguments.run:
         runner.run_one(arguments.run)
     else:

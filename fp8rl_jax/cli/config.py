@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import json
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,9 @@ _HEAD = """# Every key of a run
 
 Written by `fp8rl config > docs/config.md`. In a TOML file the part before the last dot is the table; on the command line the key
 is the flag, dashes for underscores: `--rollout.max-new-tokens 32`. Files are read in order, each over the one before, flags last:
-`fp8rl train base.toml recipe.toml --rl.clip-high 0.28`.
+`fp8rl train base.toml recipe.toml --rl.clip-high 0.28`. What is true or false is turned on by `--tracking.wandb` or
+`--tracking.wandb true`, and off by `--tracking.no-wandb` or `--tracking.wandb false`. In Python a key is a keyword by its last name
+where no other table has it (`learning_rate=1e-5`), or else `**{"rl.correction.method": "token_tis"}`.
 """
 
 
@@ -40,6 +44,34 @@ def page(tree: type) -> str:
     return (
         "\n".join([_HEAD, *_sections(tree(), ""), *_recipe_section(), *_names_from_elsewhere()])
         + "\n"
+    )
+
+
+def first_help(prog: str, tree: type, summary: str, keys: Sequence[str]) -> str:
+    """Write the help of a command that reads a run's settings: these keys, and where all are.
+
+    Args:
+        prog: such as "fp8rl train".
+        tree: root dataclass.
+        summary: of the command.
+        keys: dotted; the first sentence about each is shown.
+    """
+    lines = [f"usage: {prog} [RUN.toml ...] [--KEY VALUE ...]", ""]
+    lines += [f"{summary[0].upper()}{summary[1:]}.", ""]
+    for key in keys:
+        *tables, name = key.split(".")
+        node = functools.reduce(getattr, tables, tree())
+        value, text = getattr(node, name), field_docstrings(type(node))[name]
+        sentence = re.split(r"(?<=[.]) ", text)[0]
+        flag = f"--{key.replace('_', '-')}"
+        lines.append(f"  {flag} ({_text(value)})")
+        lines += textwrap.wrap(sentence, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"All keys as flags: {prog} --help-all. With their meaning, as a page: fp8rl config.",
+        ]
     )
 
 

@@ -1,6 +1,6 @@
 """From words to a typed configuration: TOML files, then flags, with every fault of both reported.
 
-    fp8rl train base.toml overlay.toml --rollout.temperature 0.7 --task.args.max-terms 3
+    fp8rl train base.toml overlay.toml --rollout.temperature 0.7 --task.args.max-word-len 4
 
 Later files override earlier ones key by key, and flags override files. Tyro reads the flags and
 writes the help; where it refuses, the flags are gone through one by one, so that all their faults
@@ -125,13 +125,25 @@ def _read_flags(tree: type, flags: list[str], prog: str, default: Any, faults: l
 
 
 def _with_booleans(tree: type, flags: list[str]) -> list[str]:
-    """Flags that are a boolean or a word, `--precision.exact true` and `--precision.exact`, as tyro
-    reads them: True."""
-    either = {_flag(key) for key, kind in leaves(tree) if any(x is True for x in get_args(kind))}
+    """Switches, each of which may be spelled `--a.b`, `--a.b true`, `--a.no-b` or `--a.b false`, as
+    tyro reads them: a boolean without a word, and one that may be another word (precision.exact)
+    with True or False."""
+    kinds = {_flag(key): kind for key, kind in leaves(tree)}
+    either = {flag for flag, kind in kinds.items() if any(x is True for x in get_args(kind))}
+    off = {_flag(key, "no-"): _flag(key) for key, _ in leaves(tree)}
+    negative = {flag: name for name, flag in off.items()}
     read: list[str] = []
-    for flag, words, as_given in _grouped(flags):
-        if flag.replace("_", "-") in either and words in ([], ["true"], ["false"]):
-            as_given = [flag, (words or ["true"])[0].capitalize()]
+    for given, words, as_given in _grouped(flags):
+        name = given.replace("_", "-")
+        flag, said = off.get(name, name), " ".join(words).lower()
+        if flag != name:
+            value = None if words else False
+        else:
+            value = {"": True, "true": True, "false": False}.get(said)
+        if value is not None and flag in either:
+            as_given = [flag, str(value)]
+        elif value is not None and kinds.get(flag) is bool:
+            as_given = [flag if value else negative[flag]]
         read += as_given
     return read
 
@@ -168,9 +180,8 @@ def _flag_faults(tree: type[Any], flags: list[str], check_required: bool) -> Ite
             try:
                 convert_text(words, annotations[name])
             except Mismatch:
-                wanted = "no value" if annotations[name] is bool else describe(annotations[name])
                 got = show(" ".join(words)) if words else "nothing"
-                yield f"{flag}: expected {wanted}, got {got}"
+                yield f"{flag}: expected {describe(annotations[name])}, got {got}"
     if check_required:
         for field in filter(_is_required, dataclasses.fields(tree)):
             flag = "" if field.name in positionals else _flag(field.name)
@@ -179,7 +190,7 @@ def _flag_faults(tree: type[Any], flags: list[str], check_required: bool) -> Ite
 
 
 def _take_table_entries(flags: list[str], tree: type, config: Any) -> tuple[list[str], dict, dict]:
-    """Take `--task.args.max-terms 3` out of the flags, for settings that are dictionaries.
+    """Take `--task.args.max-word-len 4` out of the flags, for settings that are dictionaries.
 
     For one that holds tables, also `--recipes.my-fp8.rollout.weight e4m3`, whose first part is an
     entry's name as it stands.

@@ -23,7 +23,7 @@ import sys
 from dataclasses import dataclass
 from typing import TextIO, get_type_hints
 
-from fp8rl_jax.errors import RESUMABLE, Interrupted, UserError
+from fp8rl_jax.errors import RESUMABLE, Interrupted, UserError, for_the_command_line
 
 
 @dataclass(frozen=True)
@@ -33,25 +33,49 @@ class Command:
     summary: str
     function: str
     """module:function, of fp8rl_jax/cli."""
-    reads_toml: bool = False
-    """Its arguments are a configuration tree: TOML files, then flags over them."""
+    first_keys: tuple[str, ...] = ()
+    """Its arguments are a configuration tree: TOML files, then flags over them. Its help begins
+    with these keys."""
     of_trained: bool = False
     """A run among these files stands for what it has trained, not for what it began with."""
 
 
+_MODEL = "model.path", "recipe", "task.name"
+_RUN = "output", "resume", "dry_run"
+_SFT = "sft.steps", "sft.batch_size", "sft.optimizer.learning_rate"
 COMMANDS = {
-    "train": Command("reinforcement learning", "commands:train", reads_toml=True),
-    "sft": Command("supervised training on the task's answers", "commands:sft", reads_toml=True),
+    "train": Command(
+        "reinforcement learning",
+        "commands:train",
+        (
+            *_MODEL,
+            "rollout.samples_per_prompt",
+            "rollout.max_new_tokens",
+            "optimizer.learning_rate",
+            "trainer.steps",
+            *_RUN,
+        ),
+    ),
+    "sft": Command(
+        "supervised training on the task's answers",
+        "commands:sft",
+        (*_MODEL, "sft.from_scratch", *_SFT, "sft.output", *_RUN[1:]),
+    ),
     "pretrain": Command(
         "supervised training on text, from scratch or continued",
         "commands:pretrain",
-        reads_toml=True,
+        ("model.path", "recipe", "task.kind", "task.name", "sft.row_tokens", *_SFT, *_RUN[:2]),
     ),
     "ablate": Command("compare arms over seeds, with intervals", "commands:ablate"),
     "eval": Command(
         "held-out accuracy of a model, or of what a run trained",
         "commands:evaluate",
-        reads_toml=True,
+        (
+            *_MODEL,
+            "task.eval_size",
+            *("evaluation.examples", "evaluation.samples", "evaluation.temperature"),
+            *("rollout.max_prompt_tokens", "rollout.max_new_tokens", "compute_dtype"),
+        ),
         of_trained=True,
     ),
     "generate": Command("complete the prompts of a file", "generate:generate"),
@@ -63,13 +87,21 @@ COMMANDS = {
     "gate": Command(
         "one rollout and no update: is the mismatch what it should be, and if not, why",
         "gate:gate",
-        reads_toml=True,
+        (
+            *_MODEL,
+            *("gate.max_k3", "gate.max_token_mult_prob_error", "gate.max_full_kl"),
+            *("gate.min_pearson", "gate.prompts", "gate.rows", "gate.json"),
+        ),
         of_trained=True,
     ),
     "plan": Command(
         "what a run needs of a device's memory, and what would make it fit",
         "commands:plan",
-        reads_toml=True,
+        (
+            *("model.path", "recipe", "plan.device", "mesh.fsdp", "mesh.tensor", "lora.rank"),
+            *("rollout.prompts_per_step", "rollout.samples_per_prompt"),
+            *("rollout.max_prompt_tokens", "rollout.max_new_tokens"),
+        ),
     ),
     "doctor": Command(
         "check the installation, the devices, and what a recipe quantizes", "doctor:doctor"
@@ -115,7 +147,8 @@ def _is_closed(stream: TextIO) -> bool:
 
 def _answer(words: list[str]) -> int:
     try:
-        return _dispatch(words)
+        with for_the_command_line():
+            return _dispatch(words)
     except UserError as error:
         for line in str(error).splitlines():
             print(f"fp8rl: error: {line}", file=sys.stderr)
@@ -149,8 +182,14 @@ def _dispatch(words: list[str]) -> int:
     module, _, function = command.function.partition(":")
     run = getattr(importlib.import_module(f"fp8rl_jax.cli.{module}"), function)
     arguments = next(iter(get_type_hints(run).values()))
-    if not command.reads_toml:
+    if not command.first_keys:
         return run(parse_arguments(arguments, rest, f"fp8rl {name}")) or 0
+    if {"-h", "--help"} & set(rest):
+        from fp8rl_jax.cli.config import first_help
+
+        print(first_help(f"fp8rl {name}", arguments, command.summary, command.first_keys))
+        return 0
+    rest = ["--help" if word == "--help-all" else word for word in rest]
     return run(load_config(arguments, rest, f"fp8rl {name}", command.of_trained)) or 0
 
 

@@ -168,6 +168,9 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         settle(self, "transform", "transform_args")
+        if isinstance(self.logit_bias, dict):  # a token's id is written as a number in Python
+            biases = {str(token): bias for token, bias in self.logit_bias.items()}
+            object.__setattr__(self, "logit_bias", biases)
         key = "rollout.transform"
         given = self.transform or None, (), f"{key}_args", self.transform_args
         report(*function_faults(key, *given))

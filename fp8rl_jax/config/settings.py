@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from fp8rl_jax.config.recipe import RECIPES, Recipe
@@ -19,41 +20,58 @@ from fp8rl_jax.config.schema import (
 )
 from fp8rl_jax.errors import UserError
 
-_TABLES = ("rollout", "optimizer", "trainer", "rl", "precision", "lora", "mesh")
-"""Where a setting's last name is looked for; others need their dotted key."""
+_MAIN = ("rollout", "optimizer", "trainer")
+_FURTHER = ("sft", "evaluation")
+"""What has settings of the same names as those above, which then need their dotted key."""
 
 
 def with_settings(
-    config: RunConfig, settings: Mapping[str, Any], recipe: str | Recipe | None = None
+    config: RunConfig,
+    settings: Mapping[str, Any],
+    recipe: str | Recipe | None = None,
+    of_runs: Collection[str] = (),
 ) -> RunConfig:
     """Change single settings of `config`.
 
     Args:
         config: a run's.
         settings: {name: value}. A name is a field of RunConfig (recipe, seed, rl=RLConfig(...)),
-            the last name of a setting of rollout, optimizer, trainer, rl, precision, lora or mesh
-            (learning_rate), or a dotted key ("rl.correction.method"). A table goes before the
-            single settings in it.
+            the last name of a setting that no other table has (samples_per_prompt; that of sft and
+            evaluation is not meant where rollout, optimizer or trainer has the name: learning_rate,
+            steps), or a dotted key ("rl.correction.method"). A table goes before the single
+            settings in it; for the model's, its path will do.
         recipe: a name, or a Recipe, which becomes a row of `recipes`; None: as it is, or as
             `settings` has it.
+        of_runs: keys that do nothing here.
 
     Raises:
         UserError: one line for each name that is unknown or stands for several settings, and for
-            each value that does not fit.
+            each value that does not fit; or `config` is none.
     """
+    if not isinstance(config, RunConfig):
+        raise UserError(
+            f"config: expected a RunConfig, got {show(config)}; single settings are keywords of "
+            "their own, such as learning_rate=1e-5"
+        )
     changes, faults = {}, []
     recipe = settings.get("recipe") if recipe is None else recipe
     own = fields_of(RunConfig)
     annotations = dict(leaves(RunConfig))
     for name, value in settings.items():
-        if name in own:
+        if name == "model" and isinstance(value, str | Path):
+            changes["model.path"] = str(value)
+            continue
+        if name in own and name not in of_runs:
             changes[name] = value
             continue
-        keys = [name] if name in annotations else list(_named(name, annotations))
+        dotted = name in annotations and "." in name
+        keys = [name] if dotted else _meant(name, annotations, of_runs)
         if len(keys) == 1:
             changes[keys[0]] = value
         elif keys:
             faults.append(f"{name}: may be {' or '.join(keys)}; give the dotted key")
+        elif of_run := _meant(name, annotations):
+            faults.append(f"{name}: is {of_run[0]}, which a whole run has (fp8rl.train)")
         else:
             faults.append(f"{name}: unknown setting{unknown_key_hint(name, [*annotations, *own])}")
     if isinstance(recipe, Recipe):
@@ -77,11 +95,12 @@ def with_settings(
     return config
 
 
-def _named(name: str, keys: Mapping[str, Any]) -> Iterator[str]:
-    for key in keys:
-        table, _, last = key.rpartition(".")
-        if last == name and table.split(".")[0] in _TABLES:
-            yield key
+def _meant(name: str, keys: Iterable[str], of_runs: Collection[str] = ()) -> list[str]:
+    """The dotted keys that a last name may stand for."""
+    found = [key for key in keys if key.rpartition(".")[2] == name and key not in of_runs]
+    main = [key for key in found if key.split(".")[0] in _MAIN]
+    others = [key for key in found if key.split(".")[0] not in (*_MAIN, *_FURTHER)]
+    return found if others or not main else main
 
 
 def _changed(node: Any, path: list[str], value: Any, annotation: Any) -> Any:

@@ -269,14 +269,14 @@ class TaskConfig:
     them); files of such dictionaries, as JSON lines, a JSON list or Parquet; a class whose problems
     are conversations with it, of max_turns turns; or problems that the run got in Python, which a
     file cannot name. text: no problems, but text to learn by heart, of `fp8rl pretrain`."""
-    name: str = "chain_sum"
+    name: str = "spell_backward"
     """The generator's name; `module:function` or `path/to/file.py:function`; the file's path or a
     pattern such as data/*.jsonl; `module:Class` or `path/to/file.py:Class`; of kind python what the
     problems were, such as "list of 800"; of kind text files or a pattern (one document each, or
     JSON lines with a `text` each), or a corpus that `fp8rl fetch` knows ("kjv")."""
     args: dict[str, Any] = field(default_factory=dict)
     """Parameters of the generator, or keyword arguments of the function or class: args = {
-    min_terms = 2, max_terms = 2 }."""
+    min_word_len = 3, max_word_len = 4 }."""
     eval_path: str = ""
     """Held-out problems of kinds jsonl and python, or text, a path as name is of jsonl or text; at
     most eval_size of them are used (unset: 256, or all text), and training skips them all. Empty:

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fp8rl_jax.config.run import MeshConfig
-from fp8rl_jax.errors import RESUMABLE, UserError
+from fp8rl_jax.errors import RESUMABLE, UserError, switch
 
 _UNTAKEN, _TAKEN = 2.0, 5.0
 """Seconds that the main thread has to leave by itself after a verdict, before it has begun to and
@@ -332,7 +332,7 @@ class PeerWatch:
         if idle > max(config.program_seconds, *(p.standing["allowed"] for p in moving.values())):
             line = (
                 f"no process has moved for {idle:.0f} s {self._own.where()} "
-                f"({self._progress.phase}); continue with --resume"
+                f"({self._progress.phase}); continue with {switch('resume')}"
             )
             return Verdict(RESUMABLE, line)
         return None
@@ -340,8 +340,8 @@ class PeerWatch:
 
 def _lost(process: int, peer: _Peer, why: str) -> Verdict:
     phase = peer.standing.get("phase", "start")
-    line = f"process {process} was lost {peer.where()} ({phase}: {why}); continue with --resume"
-    return Verdict(RESUMABLE, line)
+    lost = f"process {process} was lost {peer.where()} ({phase}: {why})"
+    return Verdict(RESUMABLE, f"{lost}; continue with {switch('resume')}")
 
 
 def meet(address: str, count: int, process: int) -> dict[int, socket.socket]:

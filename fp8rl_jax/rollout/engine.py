@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import PagedConfig, RunConfig
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, switch
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.forms import finite_flags, rollout_adapters, rollout_policy
 from fp8rl_jax.models.lora import join, split
@@ -312,7 +312,7 @@ class LocalEngine:
             raise UserError(
                 f"rollout.engine: {name} is no longer what sync {self.version} "
                 "wrote, so nothing was sampled with it; the memory of this machine may be broken: "
-                "go on with --resume, on another one if it happens again"
+                f"go on with {switch('resume')}, on another one if it happens again"
             )
         return self.policy
 

@@ -26,6 +26,7 @@ from fp8rl_jax.tasks.extraction import extract_answer
 from fp8rl_jax.tasks.python_objects import name_objects, not_given
 from fp8rl_jax.tasks.sources import (
     LOADERS,
+    Fault,
     Row,
     comparing_reward,
     permutation,
@@ -129,7 +130,7 @@ def load_splits(
     rows = LOADERS[task.kind](task, environment if rows is None else rows)
     endless = not isinstance(rows, Sequence)
     wanted = task.train_size or (_GENERATED_TRAIN_SIZE if endless else None)
-    faults: list[str] = []
+    faults: list[Fault] = []
     distinct = _Distinct(task, rows, endless, faults)
     if task.eval_path:
         compared = bool(comparing_reward(task))
@@ -239,7 +240,7 @@ class _Distinct(Iterator[tuple]):
         task: TaskConfig,
         rows: Iterable[Row],
         endless: bool,
-        faults: list[str],
+        faults: list[Fault],
         prompts: dict[str, str] | None = None,
     ):
         self.task, self.rows, self.endless, self.faults = task, iter(rows), endless, faults
@@ -273,11 +274,8 @@ class _Distinct(Iterator[tuple]):
             return answer
         result = extract_answer(answer, how)
         if answer and not result:
-            where = entry.get("source", "a problem")
-            self.faults.append(
-                f"{where}: task.answer_extract = {how!r} finds nothing in the answer "
-                f"{answer[-80:]!r}"
-            )
+            why = f"task.answer_extract = {how!r} finds nothing in the answer {answer[-80:]!r}"
+            self.faults.append((entry.get("source", "a problem"), why))
         return result
 
 

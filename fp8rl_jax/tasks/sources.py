@@ -37,7 +37,7 @@ import numpy as np
 from jaxtyping import Int
 
 from fp8rl_jax.config.tasks import TaskConfig
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.functions import load_function
 from fp8rl_jax.tasks.conversation import Conversation, MessageFault, read_messages
 from fp8rl_jax.tasks.environment import first_prompts
@@ -55,6 +55,8 @@ Row = Mapping[str, Any]
 """question (text, or a `Conversation`), answer (None where there is none), metadata."""
 _Load = Callable[[], Any]
 _SHOWN_FAULTS = 20
+Fault = tuple[str, str]
+"""(where it stands, what is wrong)."""
 _PROMPT_KEYS = ("prompt", "question", "messages")
 _PROMPT_KEY_ALONE = "problem"
 _ANSWER_KEYS = ("answer", "reward_model.ground_truth", "ground_truth", "solution")
@@ -146,7 +148,8 @@ def _python_rows(task: TaskConfig, given: Any) -> Iterable[Row]:
         try:
             problems.append(_python_row(task, given[index], index))
         except UserError as fault:
-            faults.append(str(fault))
+            where = f"dataset row {index}"
+            faults.append((where, str(fault).removeprefix(f"{where}: ")))
     refuse(faults, "rows")
     return shuffled(problems, task.seed)
 
@@ -210,10 +213,9 @@ def read_problems(path: str, key: str, needs_answer: bool = True) -> list[Row]:
         "FILE:LINE" of JSON lines, and "FILE: row NUMBER", counted from 1, of others.
 
     Raises:
-        UserError: there is no such file, it cannot be read, or rows are damaged: the first 20, one
-            a line, and how many more.
+        UserError: there is no such file, it cannot be read, or rows are damaged, as `refuse` says.
     """
-    faults: list[str] = []
+    faults: list[Fault] = []
     problems: list[Row] = []
     for file in named_files(path, key):
         with readable(file, key):
@@ -222,7 +224,7 @@ def read_problems(path: str, key: str, needs_answer: bool = True) -> list[Row]:
                     problem = parse_problem(load(), needs_answer)
                     problems.append({**problem, "source": source})
                 except Damaged as fault:
-                    faults.append(f"{source}: {fault}")
+                    faults.append((source, str(fault)))
     refuse(faults, "rows")
     return problems
 
@@ -300,18 +302,25 @@ def _parquet_records(file: Path, key: str) -> Iterator[dict[str, Any]]:
         raise UserError(f"{key}: {file} cannot be read ({fault})") from fault
 
 
-def refuse(faults: Sequence[str], what: str) -> None:
-    """Raise a UserError with the first 20 of the faults, and the number of the others.
+def refuse(faults: Sequence[Fault], what: str) -> None:
+    """Raise a UserError with a line for each reason, the first 20 of them, and the number of what
+    else is damaged.
 
     No faults: nothing is raised.
     """
-    if faults:
-        more = (
-            f"\nand {len(faults) - _SHOWN_FAULTS} more damaged {what}"
-            if len(faults) > _SHOWN_FAULTS
-            else ""
-        )
-        raise UserError("\n".join(faults[:_SHOWN_FAULTS]) + more)
+    if not faults:
+        return
+    places: dict[str, list[str]] = {}
+    for where, why in faults:
+        places.setdefault(why, []).append(where)
+    lines = []
+    for why, (first, *others) in places.items():
+        alike = f"; {len(others)} more {what} alike: {listing(others)}" if others else ""
+        lines.append(f"{first}: {why}{alike}")
+    left = sum(map(len, list(places.values())[_SHOWN_FAULTS:]))
+    raise UserError(
+        "\n".join(lines[:_SHOWN_FAULTS] + [f"and {left} more damaged {what}"] * bool(left))
+    )
 
 
 def read_line(line: bytes, first: bool = False) -> Any:

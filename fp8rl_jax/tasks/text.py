@@ -27,6 +27,7 @@ from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.packages import Packaged
 from fp8rl_jax.tasks.sources import (
     Damaged,
+    Fault,
     decoded,
     kind_of,
     named_files,
@@ -103,11 +104,11 @@ def read_documents(path: str, key: str) -> list[Document]:
         key: configuration key that the path stands under, for the message.
 
     Raises:
-        UserError: there is no such file, one cannot be read, or documents are damaged: the first
-            20, one a line.
+        UserError: there is no such file, one cannot be read, or documents are damaged, as
+            `refuse` says.
     """
     documents: list[Document] = []
-    faults: list[str] = []
+    faults: list[Fault] = []
     files = [fetch_corpus(path)] if path in CORPORA else named_files(path, key)
     for file in files:
         with readable(file, key):
@@ -118,7 +119,7 @@ def read_documents(path: str, key: str) -> list[Document]:
                         raise Damaged("the text is empty")
                     documents.append(Document(text, source))
                 except Damaged as fault:
-                    faults.append(f"{source}: {fault}")
+                    faults.append((source, str(fault)))
     refuse(faults, "documents")
     return documents
 

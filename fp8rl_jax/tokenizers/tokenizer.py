@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import tokenizers
 from tokenizers import models, pre_tokenizers
@@ -31,6 +31,7 @@ _CLEAN_UP = (
 """What clean_up_tokenization_spaces replaces in a text, in this order."""
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What the rest of the library knows of a tokenizer.
 

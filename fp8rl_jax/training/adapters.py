@@ -19,7 +19,7 @@ from jaxtyping import Array
 from fp8rl_jax.config.formats import COMPUTE, TensorFormat
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import RunConfig
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, switch
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import quantized_base
 from fp8rl_jax.models.lora import Trained, init_adapters, join, norms_of, split
@@ -116,8 +116,7 @@ def restored(state: TrainState, saved: TrainState, saved_base: Array | None = No
         return saved
     if not np.array_equal(to_host(saved_base), to_host(checksums(frozen))):
         raise UserError(
-            "--resume: the checkpoint's adapters were trained on another base; resume with the "
-            "run's own model.path, seed, "
-            "compute_dtype, recipe and lora.base"
+            f"{switch('resume')}: the checkpoint's adapters were trained on another base; resume "
+            "with the run's own model.path, seed, compute_dtype, recipe and lora.base"
         )
     return replace(saved, policy=join(saved.policy, frozen))

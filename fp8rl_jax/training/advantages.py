@@ -3,7 +3,7 @@ the rows that rl.selection chooses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from fp8rl_jax import rl
 from fp8rl_jax.config.rl import RLConfig
+from fp8rl_jax.config.schema import show
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel import constrain, to_host
 from fp8rl_jax.rl.metrics import masked_mean
@@ -54,6 +55,10 @@ def read_rewards(rollout: Experience, rewards: Sequence[float | None] | Scores) 
     if isinstance(rewards, Scores):
         values, valid = rewards.rewards, ~rewards.failed
     else:
+        if isinstance(rewards, str | Mapping) or not isinstance(rewards, Iterable):
+            raise UserError(
+                f"rewards: expected a list, one for each of rollout.texts, got {show(rewards)}"
+            )
         given = list(rewards)
         valid = np.array([reward is not None for reward in given], bool)
         try:

@@ -32,7 +32,7 @@ import orbax.checkpoint as ocp
 
 from fp8rl_jax.config.training import CheckpointConfig
 from fp8rl_jax.durable import sync_tree, write_durably
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, switch
 from fp8rl_jax.parallel import checksums, is_main_process, shared_faults, to_host
 
 _log = logging.getLogger("fp8rl")
@@ -161,7 +161,7 @@ class Checkpoints:
         steps = self.steps()
         if not steps:
             raise UserError(
-                f"{self.directory}: no checkpoint to resume from; start without --resume"
+                f"{self.directory}: no checkpoint to resume from; start without {switch('resume')}"
             )
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_name(like))
         for step in reversed(steps):

@@ -4,13 +4,14 @@ beneath the rows."""
 from __future__ import annotations
 
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+
+from fp8rl_jax.compiling import COMPILING
 
 # (heading, metric, format), in the order in which they are read
 COLUMNS = (
@@ -75,7 +76,7 @@ class Table:
 
 class TimeLeft:
     """Seconds until the last step, at the mean pace of the last `window` steps, with all that
-    happens between them."""
+    happens between them; the clock of a run does not count what compiles."""
 
     def __init__(
         self, total_steps: int, start_step: int, clock: Callable[[], float], window: int = 20
@@ -103,7 +104,7 @@ class PlainConsole:
         total_steps: int,
         start_step: int = 0,
         stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = COMPILING.steady,
         header_every: int = 40,
         columns: tuple[tuple[str, str, str], ...] = COLUMNS,
     ) -> None:
@@ -133,7 +134,7 @@ class LiveConsole:
         total_steps: int,
         start_step: int = 0,
         console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = COMPILING.steady,
         columns: tuple[tuple[str, str, str], ...] = COLUMNS,
     ) -> None:
         self._total, self._table = total_steps, Table(total_steps, columns)

@@ -22,7 +22,7 @@ import numpy as np
 
 from fp8rl_jax import rl
 from fp8rl_jax.config.fingerprint import FREE, changes, is_free
-from fp8rl_jax.errors import Interrupted, UserError
+from fp8rl_jax.errors import Interrupted, UserError, switch
 from fp8rl_jax.parallel import (
     PROGRESS,
     check_same,
@@ -49,6 +49,7 @@ from fp8rl_jax.training.setup import (
     Setup,
     announce,
     check_answers,
+    opening,
     reward_log,
     reward_pool,
 )
@@ -87,6 +88,7 @@ def train(setup: Setup, explain: Explain | None = None) -> None:
             pool = stack.enter_context(reward_pool(setup))
         if is_main_process():
             announce(setup, print, "rollout.prompts_per_step")
+            print("\n".join(opening(setup)), flush=True)
         with shared_faults():
             if is_main_process():
                 check_answers(setup, pool)
@@ -106,7 +108,7 @@ def refuse_taken(setup: Setup) -> None:
     """
     if not setup.config.resume and holds_run(setup.directory):
         raise UserError(
-            f"{setup.directory} holds a run already; give --resume, or another --output"
+            f"{setup.directory} holds a run already; give {switch('resume')}, or another output"
         )
 
 
@@ -217,7 +219,7 @@ class Loop:
             raise UserError(
                 "\n".join(
                     f"{line}: the checkpoint of step {step} is of another experiment; resume with "
-                    "what it had, or give --resume-changed"
+                    f"what it had, or give {switch('resume_changed')}"
                     for line in other
                 )
             )
@@ -327,7 +329,7 @@ class Loop:
     def _standing(self) -> str:
         """How the run goes on."""
         at = f"from the checkpoint of step {self.newest}" if self.newest else "from the start"
-        return f"--resume goes on {at}"
+        return f"{switch('resume')} goes on {at}"
 
     @property
     def steps(self) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import operator
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int
 
+from fp8rl_jax.config.schema import show
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.rollout.engine import Prompts, Rollout, pad_prompts
@@ -25,6 +27,26 @@ from fp8rl_jax.tokenizers.tokenizer import Tokenizer, end_tokens
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Example
 """Text, token ids, the messages of a conversation, or a problem of a data set."""
+_MESSAGES = '[{"role": "user", "content": "..."}]'
+
+
+def listed(given: Any, what: str = "prompts") -> list[Any]:
+    """Give the prompts, or the completions, of a call as a list.
+
+    Raises:
+        UserError: there are none, or it is one instead of several.
+    """
+    wanted = f"{what}: expected a list of at least one {what.removesuffix('s')}"
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+        raise UserError(f"{wanted}, got {show(given)}")
+    several = list(given)
+    if not several:
+        raise UserError(f"{wanted}, got none")
+    if all(isinstance(prompt, Mapping) and "role" in prompt for prompt in several):
+        raise UserError(
+            f"prompts: these are messages of one conversation; give a list of such: [{_MESSAGES}]"
+        )
+    return several
 
 
 class PromptEncoder:
@@ -96,6 +118,10 @@ class PromptEncoder:
         source = f"prompts: prompt {i}"
         if isinstance(prompt, str):
             return self.tokens(Example(i, prompt, "", "", {"source": source}))
+        if isinstance(prompt, Mapping) or not isinstance(prompt, Iterable):
+            raise UserError(
+                f"{source} is {show(prompt)}; give text, token ids or messages, {_MESSAGES}"
+            )
         if not any(isinstance(part, Mapping) for part in prompt):
             return self._ids(source, prompt)
         try:
@@ -139,7 +165,11 @@ class PromptEncoder:
         return tokens, mask
 
     def _ids(self, what: str, tokens: Sequence[Any]) -> list[int]:
-        ids, size = [int(token) for token in tokens], self.vocab_size
+        size = self.vocab_size
+        try:
+            ids = [operator.index(token) for token in tokens]
+        except TypeError:
+            raise UserError(f"{what} is {show(tokens)}, which are no token ids") from None
         if not all(0 <= token < size for token in ids):
             raise UserError(f"{what} has token ids outside of the vocabulary, 0 to {size - 1}")
         return ids

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from jaxtyping import Float
 from fp8rl_jax.config.files import read_config, run_directory
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.settings import with_settings
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.tasks.python_objects import PythonReward
 from fp8rl_jax.training.evaluation import evaluate_held_out
 from fp8rl_jax.training.loop import train as train_setup
@@ -58,20 +59,22 @@ class Run:
         names = dict.fromkeys(name for row in rows for name in row)
         return {name: np.array([_number(row.get(name)) for row in rows]) for name in names}
 
-    def plot(self, names: Sequence[str] = _SHOWN) -> Figure:
-        """Plot metrics over steps, one panel each; names that were not measured are left out.
+    def plot(self, names: str | Sequence[str] = _SHOWN) -> Figure:
+        """Plot metrics over steps, one panel each; of several names those that were not measured
+        are left out.
+
+        Args:
+            names: one or several of `metrics`.
 
         Raises:
             UserError: it measured none of them.
         """
         from matplotlib.figure import Figure
 
-        metrics = self.metrics
-        names = [name for name in names if name in metrics]
+        metrics, asked = self.metrics, [names] if isinstance(names, str) else list(names)
+        names = [name for name in asked if np.isfinite(metrics.get(name, np.nan)).any()]
         if not names:
-            raise UserError(
-                f"{self.directory}: none of these were measured; Run.metrics has all names"
-            )
+            raise UserError(f"{self.directory}: {_unmeasured(asked, metrics)}")
         figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
         for axes, name in zip(np.atleast_1d(figure.subplots(1, len(names))), names, strict=True):
             known = np.isfinite(metrics[name])
@@ -150,6 +153,16 @@ def _settled(
         run = run_directory(config) if trained else None
         config = read_config(RunConfig, config, *([] if run is None else [trained_settings(run)]))
     return with_settings(RunConfig() if config is None else config, settings)
+
+
+def _unmeasured(asked: Sequence[str], metrics: Mapping[str, Any]) -> str:
+    """What to say where there is nothing to draw."""
+    known = sorted(name for name in metrics if np.isfinite(metrics[name]).any())
+    if not known:
+        return "no step is recorded yet"
+    near = [close[0] for name in asked if (close := difflib.get_close_matches(name, known, n=1))]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {listing(known, 12)}"
+    return f"{listing(asked)}: not measured; {hint}"
 
 
 def _number(value: object) -> float:

@@ -22,6 +22,7 @@ its own rows.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import threading
@@ -30,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ from fp8rl_jax.config.files import run_directory
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.run import RunConfig
-from fp8rl_jax.config.schema import validate
+from fp8rl_jax.config.schema import at_least, leaves, show, validate
 from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.config.training import CheckpointConfig, OptimizerConfig
 from fp8rl_jax.config.unused import unused_settings
@@ -99,7 +100,7 @@ from fp8rl_jax.training.experience import Entering, Experience, episode_experien
 from fp8rl_jax.training.keys import rollout_key, sample_key, selection_key
 from fp8rl_jax.training.learner import Learner, micro_batches, step_config
 from fp8rl_jax.training.performance import Clock
-from fp8rl_jax.training.prompts import Prompt, PromptEncoder
+from fp8rl_jax.training.prompts import Prompt, PromptEncoder, listed
 from fp8rl_jax.training.serving import Serving
 from fp8rl_jax.training.state import (
     TrainState,
@@ -127,6 +128,12 @@ _LOST = (
     "session: its state was lost in an update that failed; make another session and give it a "
     "checkpoint with restore"
 )
+_TABLES_OF_RUNS = ("task", "sft", "evaluation", "checkpoint", "tracking", "plan")
+_OF_RUNS = {
+    *("dry_run", "resume", "resume_changed"),
+    *(key for key, _ in leaves(RunConfig) if key.split(".")[0] in _TABLES_OF_RUNS),
+} - {"task.system_prompt", "sft.micro_batch_rows"}
+"""Settings that do nothing in a session."""
 _KEPT = 0.9
 """Part of the update that a saved model has at least, or it is said."""
 _NARROWEST = 16
@@ -151,10 +158,15 @@ class Held(NamedTuple):
 
 def _alone[**P, R](method: Callable[P, R]) -> Callable[P, R]:
     """Lets a method of a session wait for those of other threads: each takes over what the one
-    before has left."""
+    before has left. Arguments that it does not take are one line."""
+    signature = inspect.signature(method)
 
     @wraps(method)
     def run(self, *args, **kwargs):
+        try:
+            signature.bind(self, *args, **kwargs)
+        except TypeError as error:
+            raise UserError(f"session.{run.__name__}: {error}") from None
         with self._in_use:
             return method(self, *args, **kwargs)
 
@@ -208,23 +220,20 @@ class Session:
     def __init__(
         self,
         policy: Policy,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None = None,
         recipe: str | Recipe | None = None,
         *,
         config: RunConfig | None = None,
         engine: RolloutEngine | None = None,
         **settings: Any,
     ):
-        if not isinstance(policy, Policy):
-            raise UserError(
-                f"policy: expected a Policy, and got {type(policy).__name__}; fp8rl.load(...) "
-                "gives one, with its tokenizer"
-            )
+        tokenizer = _checked(policy, tokenizer)
         alone = (
             config is None
             and not {"prompts_per_step", "rollout.prompts_per_step", "rollout"} & settings.keys()
         )
-        config = with_settings(RunConfig() if config is None else config, settings, recipe=recipe)
+        config = RunConfig() if config is None else config
+        config = with_settings(config, settings, recipe, _OF_RUNS)
         if alone:  # prompts come with each call, so what divides their number divides this one too
             unit = _prompts_of_a_part(config)
             config = replace(config, rollout=replace(config.rollout, prompts_per_step=unit))
@@ -258,6 +267,10 @@ class Session:
         if config.task.system_prompt and not tokenizer.has_chat_template:
             _log.warning(
                 "task.system_prompt: has no effect, the model has no chat template to write it with"
+            )
+        if not (engine is None or hasattr(engine, "generate")):
+            raise UserError(
+                f"engine: expected one that samples, got {show(engine)}; rollout.engine names ours"
             )
         if engine is None and config.rollout.engine == "vllm":
             engine = VllmEngine(config, self.recipe, tokenizer)
@@ -336,6 +349,8 @@ class Session:
             UserError: no prompts, or one that is empty or too long for the model; or, where some
                 are carried over, they have no ids, or none would be left to return.
         """
+        if not isinstance(prompts, Prompts):
+            prompts = listed(prompts)
         if self._carry_over and not (
             isinstance(prompts, Prompts) or all(isinstance(each, Example) for each in prompts)
         ):
@@ -375,6 +390,9 @@ class Session:
             seed: of the draws.
         """
         encoded, count = self.encode(prompts)
+        _check_samples(samples)
+        if fault := at_least("temperature", temperature, 0.0):
+            raise UserError(fault)
         sampling, key = (
             at_temperature(self.sampling, temperature),
             sample_key(self.config.seed, seed),
@@ -459,6 +477,7 @@ class Session:
                 corrects.
         """
         config, clock = self.config, self.clock
+        _check_experience(rollout)
         behind = self.serving.behind(rollout.weight_version)
         if rollout.temperature != self.sampling.temperature:
             raise UserError(
@@ -555,6 +574,7 @@ class Session:
             UserError: an answer is empty or has more than rollout.max_new_tokens tokens.
         """
         encoded, count = self.encode(prompts)
+        answers = listed(answers, "answers")
         if len(answers) != count:
             raise UserError(f"answers: {len(answers)} for {count} prompts; give one for each")
         tokens, mask = self.encoder.answers(
@@ -631,6 +651,7 @@ class Session:
         """Compute the trainer's log-probabilities of a rollout's tokens, as `update` does before it
         learns, and the entropies in nats of the distributions that they are of: those over the
         tokens' supports where the rollout has them, and `scored_logprobs` the rollout's."""
+        _check_experience(rollout)
         config = step_config(self.config, self.recipe)
         batch = rollout.batch(config.rl, self.config.samples_truncated())
         parts = micro_batches(self.config.trainer, rollout.prompts_in_batch)
@@ -663,11 +684,9 @@ class Session:
         Raises:
             UserError: completions that are no multiple of the prompts, or one that is empty.
         """
-        prompts, completions = (
-            list(prompts),
-            [self.encoder.answer(i, answer, end=False) for i, answer in enumerate(completions)],
-        )
-        if not prompts or len(completions) % len(prompts) or not completions:
+        prompts, answers = listed(prompts), enumerate(listed(completions, "completions"))
+        completions = [self.encoder.answer(i, answer, end=False) for i, answer in answers]
+        if len(completions) % len(prompts):
             raise UserError(
                 f"completions: {len(completions)} are no multiple of {len(prompts)} prompts"
             )
@@ -927,8 +946,7 @@ class Session:
         """
         if isinstance(prompts, Prompts):
             return to_global(prompts, batch_sharding(self.mesh)), len(prompts.lengths)
-        if isinstance(prompts, str) or not len(prompts):
-            raise UserError(f"prompts: expected a list of at least one prompt, got {prompts!r}")
+        prompts = listed(prompts)
         rows = [self.encoder.of_any(i, prompt) for i, prompt in enumerate(prompts)]
         ids = [
             prompt.index if isinstance(prompt, Example) else i for i, prompt in enumerate(prompts)
@@ -953,6 +971,12 @@ class Session:
         return to_global(padded, batch_sharding(self.mesh)), len(rows)
 
     # what the methods above share
+
+    def __reduce__(self) -> NoReturn:
+        raise UserError(
+            "session: it holds devices and compiled programs, so it is neither pickled nor copied; "
+            "checkpoint and restore keep its state, and save its policy"
+        )
 
     @property
     def engine(self) -> RolloutEngine:
@@ -1070,6 +1094,8 @@ class Session:
     def _draw(self, samples: int | None, key: Key[Array, ""] | None) -> tuple[int, Key[Array, ""]]:
         """Samples of a prompt, and the key of this step's next rollout."""
         self.config.samples_truncated()  # for its refusals
+        if samples is not None:
+            _check_samples(samples)
         if key is None:
             key = rollout_key(self.config.seed, self.step, self._rollouts)
         self._rollouts += 1
@@ -1086,6 +1112,44 @@ class Session:
         zeros: Any = np.zeros(tokens.shape, np.float32)
         batch = Batch(prompts.tokens, prompts.lengths, tokens, mask, zeros, zeros[:, 0])
         return to_global(batch, batch_sharding(self.mesh))
+
+
+def _checked(policy: Any, tokenizer: Any) -> Tokenizer:
+    """Give the tokenizer.
+
+    Raises:
+        UserError: they are no policy and no tokenizer.
+    """
+    if isinstance(tokenizer, Policy):
+        raise UserError("policy and tokenizer are swapped; give Session(policy, tokenizer)")
+    if isinstance(policy, str | Path):
+        whole = f"Session(*fp8rl.load({str(policy)!r}), ...)"
+        raise UserError(f"policy: expected a Policy, and got the name of one; give {whole}")
+    if isinstance(policy, tuple | list):
+        raise UserError(
+            f"policy: expected a Policy, and got a {type(policy).__name__}; give what fp8rl.load "
+            "returns as two arguments: Session(*fp8rl.load(...), ...)"
+        )
+    if not isinstance(policy, Policy):
+        raise UserError(
+            f"policy: expected a Policy, and got {type(policy).__name__}; fp8rl.load(...) "
+            "gives one, with its tokenizer"
+        )
+    if not isinstance(tokenizer, Tokenizer):
+        raise UserError(
+            f"tokenizer: expected that of fp8rl.load(...), and got {type(tokenizer).__name__}"
+        )
+    return tokenizer
+
+
+def _check_samples(samples: Any) -> None:
+    if not isinstance(samples, int | np.integer) or samples < 1:
+        raise UserError(f"samples: {show(samples)} must be a whole number of at least 1")
+
+
+def _check_experience(rollout: Any) -> None:
+    if not isinstance(rollout, Experience):
+        raise UserError(f"rollout: expected what session.rollout gives, got {show(rollout)}")
 
 
 def _prompts_of_a_part(config: RunConfig) -> int:

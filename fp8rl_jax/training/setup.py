@@ -36,7 +36,7 @@ from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.text import load_documents
 from fp8rl_jax.tasks.verifiers import unread_result, unverified
 from fp8rl_jax.training.checks import check_mesh, kernel_sizes
-from fp8rl_jax.training.plan import check_fits, report
+from fp8rl_jax.training.plan import check_fits, device_text, report
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.session import Session
 from fp8rl_jax.training.source import load_model, model_shape
@@ -228,6 +228,28 @@ def announce(setup: Setup, report: Callable[[str], None], step: str = "") -> Non
         )
     if hint := unread_result(setup.config.task, setup.problems):
         _log.warning("%s", hint)
+
+
+def opening(setup: Setup) -> list[str]:
+    """Tell of the model, of what the recipe quantizes of it, and of the devices, a line each."""
+    session, config = setup.session, setup.config
+    recipe, shape = session.recipe, session.weights.config
+    origin = config.model.path or f"built-in, random weights of seed {config.seed}"
+    linears = linear_names(shape)
+    sides = {"rollout": recipe.rollout, "trainer": recipe.trainer}
+    formats = [
+        f"{side} {what} {each.element}"
+        for side, of in sides.items()
+        for what, each in (("weights", of.weight), ("inputs", of.activation))
+        if each.quantized
+    ]
+    formats += [f"KV cache {recipe.rollout.key.element}"] * recipe.quantizes_cache
+    chosen = f"{len(quantized_layers(recipe, linears))} of {len(linears)} linears"
+    return [
+        f"model: {origin}; {parameter_count(shape):,} parameters in {shape.num_layers} layers",
+        f"quantized: {'; '.join([chosen, *([listing(formats)] if formats else [])])}",
+        f"device: {device_text(shape, config, dict(session.mesh.shape))}",
+    ]
 
 
 def check_answers(setup: Setup, pool: RewardPool) -> None:

@@ -22,8 +22,9 @@ from fp8rl_jax import self_test
 from fp8rl_jax.caching import cache_dir
 from fp8rl_jax.config.files import read_config, run_directory
 from fp8rl_jax.config.run import MeshConfig, RunConfig
+from fp8rl_jax.config.schema import show
 from fp8rl_jax.config.training import CheckpointConfig
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, switch
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import Policy, init_policy, to_compute
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
@@ -82,6 +83,8 @@ def load(source: str | Path, dtype: jnp.dtype = jnp.float32) -> tuple[Policy, To
     Raises:
         UserError: nothing is found, a file is damaged, or there is no tokenizer.
     """
+    if not isinstance(source, str | Path):
+        raise UserError(f"load: expected a model's name or directory, got {show(source)}")
     directory = find_model(source)
     self_test.confirm("auto", lambda: kernel_sizes(read_policy_config(directory)))
     return files.load(directory, dtype)
@@ -168,7 +171,7 @@ def _trained(run: Path, report: Callable[[str], None]) -> tuple[Path, Path]:
     if not steps:
         raise UserError(
             f"{run}: the run has trained nothing yet: it has neither a model nor a checkpoint; "
-            "let it go on (fp8rl train with --resume), or name the model that it starts from"
+            f"let it go on ({switch('resume')}), or name the model that it starts from"
         )
     return _from_checkpoint(run, max(steps), report)
 
@@ -209,8 +212,8 @@ def _from_checkpoint(run: Path, newest: int, report: Callable[[str], None]) -> t
         checkpoints.close()
     if step != newest:
         raise UserError(
-            f"{run}: checkpoint of step {newest} is damaged; fp8rl train with --resume goes on "
-            f"from that of step {step}"
+            f"{run}: checkpoint of step {newest} is damaged; training with {switch('resume')} goes "
+            f"on from that of step {step}"
         )
     session.load_saved(step, saved)
     try:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from fp8rl_jax.config.training import TrackingConfig
 from fp8rl_jax.durable import write_durably
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, switch
 from fp8rl_jax.training.console import COLUMNS, console_tracker
 
 _log = logging.getLogger("fp8rl")
@@ -212,7 +212,7 @@ def _faults_named(path: Path) -> Generator[None]:
     except OSError as error:
         reason = f"{path}: cannot be written: {error.strerror}"
         raise UserError(
-            f"{reason}; once that is put right, --resume goes on from the last checkpoint"
+            f"{reason}; once that is put right, {switch('resume')} goes on from the last checkpoint"
         ) from error
 
 

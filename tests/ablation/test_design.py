@@ -176,7 +176,7 @@ def test_all_faults_are_reported_together(study):
         study(quesion="", baseline="x", seeds=0, arms=ARMS | {"y": {"recipe": "no", "seed": 1}}),
         output="{no}",
     )
-    keys = ("unknown key quesion", "seeds = 0", "--output = ", "arms.y.seed", "baseline: 'x'")
+    keys = ("unknown key quesion", "seeds = 0", "output = ", "arms.y.seed", "baseline: 'x'")
     assert [key for key in keys if not any(line.startswith(key) for line in found)] == []
 
 

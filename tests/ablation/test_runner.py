@@ -327,7 +327,7 @@ def test_code_that_behaves_otherwise_does_not_go_on(study, fake, monkeypatch):
     fake()
     monkeypatch.setattr(runner, "sources", lambda: "others")
     monkeypatch.setattr(runner, "fingerprint", behaves(fp8=0.6))
-    with pytest.raises(UserError, match="choose another --output") as error:
+    with pytest.raises(UserError, match="choose another output") as error:
         ablate(path)
     line, _ = str(error.value).splitlines()
     assert line.startswith(f"{path}: fp8: loss of step 0 was 0.5 and is 0.6, further apart than")
@@ -416,6 +416,20 @@ def test_looks_end_a_study_that_has_its_answer(study, fake):
     assert record["look"] == [2, 2] and "missing" not in states(record).values()
 
 
+def test_seeds_may_be_raised_and_not_lowered(study, fake):
+    record, _ = ablate(study())
+    assert record["methods"].count("number of seeds and looks were fixed beforehand") == 1
+    record, lines = ablate(study(seeds=3))
+    assert set(states(record).values()) == {"finished"} and len(states(record)) == 6
+    assert "seeds raised from 2 to 3, which the record says" in lines
+    assert "number of seeds was raised from 2 to 3 while" in record["methods"]
+    assert sum(line.endswith("started") or " started" in line for line in lines) == 2
+    assert len(starts("bf16-0")) == 1
+    for changed in ({"seeds": 2}, {"seeds": [0, 1, 3]}, {"seeds": 4, "looks": 2}):
+        with pytest.raises(UserError, match=r"seeds was .* since its runs began"):
+            ablate(study(**changed))
+
+
 def test_the_last_run_of_a_look_makes_the_verdict(study, fake):
     design = read_design(study())
     one = runner.Runner(design, report=lambda line: None)
@@ -442,10 +456,12 @@ def test_the_plan_writes_nothing_and_counts_what_is_left(study, fake, capsys):
 
 def test_elements_of_a_job_array_and_their_record(study, fake, capsys):
     path = study(start="shared")
-    assert main(["ablate", path, "--slurm"]) == 0
+    assert main(["ablate", path, "--slurm", "--gpus", "2", "--time", "1-12:00:00"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("sbatch --dependency=afterok:$(sbatch --parsable out/start.sbatch) ")
     script = Path("out/runs.sbatch").read_text()
+    assert "\n#SBATCH --gpus=2\n#SBATCH --time=1-12:00:00\n" in script
+    assert "#SBATCH --output=out/logs/slurm" in script and Path("out/logs").is_dir()
     assert "#SBATCH --array=0-3\n" in script and "runs=(bf16-0 fp8-0 bf16-1 fp8-1)" in script
     assert subprocess.run(["bash", "-n", "out/runs.sbatch"], check=False).returncode == 0
     assert main(["ablate", path, "--run", "fp8-0"]) == 2
@@ -465,9 +481,11 @@ def test_elements_of_a_job_array_and_their_record(study, fake, capsys):
         (["--jobs", "0"], "--jobs: 0 must be at least 1"),
         (["--timed-steps", "3"], "--timed-steps: 3; give at least 2, and --dry-run with it"),
         (["--collect", "--slurm"], "--collect and --slurm: give one of them"),
+        (["--time", "4:00:00"], "--gpus and --time are of a job array; give --slurm with them"),
+        (["--slurm", "--time", "4h"], "--time: '4h' is no time of sbatch's; give 4:00:00, or 2-0"),
         (["--run", "bf17-0"], "--run: 'bf17-0' is none of bf16-0, fp8-0, bf16-1, fp8-1"),
         (["--collect"], "out: no run of this ablation is there yet"),
-        (["--output", "x/{arm}"], "--output = 'x/{arm}': unknown placeholder {arm}"),
+        (["--output", "x/{arm}"], "output = 'x/{arm}': unknown placeholder {arm}"),
     ],
 )
 def test_wrong_flags_are_one_line(study, fake, capsys, flags, message):

@@ -173,7 +173,7 @@ def test_all_faults_of_files_and_flags_at_once(tmp_path):
         "--inner.rat: unknown flag; did you mean --inner.rate?",
         "--steps: expected an integer, got 'x'",
         '--mode: expected one of "fast", "slow", got \'no\'',
-        "--inner.on: expected no value, got 'yes'",
+        "--inner.on: expected a boolean, got 'yes'",
         "--name: expected a string, got nothing",
     ]
 
@@ -239,7 +239,7 @@ def test_missing_files_and_stray_words_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "value"), [([], True), (["true"], True), (["false"], False), (["auto"], "auto")]
+    ("words", "value"), [([], True), (["true"], True), (["False"], False), (["auto"], "auto")]
 )
 def test_a_setting_may_be_a_boolean_or_a_word(tmp_path, words, value):
     (tmp_path / "a.toml").write_text(f"precision.exact = {str(value is not True).lower()}")
@@ -247,6 +247,23 @@ def test_a_setting_may_be_a_boolean_or_a_word(tmp_path, words, value):
     config = load_config(RunConfig, flags, "test")
     assert config.precision.exact is value and config.seed == 3
     assert load_config(RunConfig, flags[:1], "test").precision.exact is (value is not True)
+
+
+def test_switches_are_spelled_alike():
+    for flags, on in (
+        (["--inner.on"], True),
+        (["--inner.on", "true"], True),
+        (["--inner.on=false"], False),
+        (["--inner.no-on"], False),
+        (["--inner.no_on", "--inner.on", "True"], True),
+    ):
+        assert load(*flags, "--steps", "4") == Root(steps=4, inner=Inner(on=on))
+    off = load_config(RunConfig, ["--precision.no-exact", "--model.no-dither"], "test")
+    assert (off.precision.exact, off.model.dither) == (False, False)
+    assert faults("--inner.no-on", "true") == ["--inner.no-on: takes no value, got 'true'"]
+    assert faults("--inner.no-rate") == [
+        "--inner.no-rate: unknown flag; did you mean --inner.rate?"
+    ]
 
 
 def test_what_is_neither_is_refused():

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import importlib
+import io
+import logging
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -12,6 +15,7 @@ from typing import get_type_hints
 import pytest
 
 from fp8rl_jax.cli import main as cli
+from fp8rl_jax.cli.commands import _StandardError
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 
@@ -49,7 +53,7 @@ def test_a_command_gets_its_arguments_and_gives_its_exit_code(command):
 def test_a_command_may_read_toml(command, tmp_path):
     seen = []
     (tmp_path / "run.toml").write_text("seed = 5\n[rollout]\ntop_k = 4")
-    command(seen.append, RunConfig, reads_toml=True)
+    command(seen.append, RunConfig, first_keys=("recipe",))
     assert cli.main(["probe", str(tmp_path / "run.toml"), "--recipe", "fp8-rl"]) == 0
     assert (seen[0].seed, seen[0].rollout.top_k, seen[0].recipe) == (5, 4, "fp8-rl")
 
@@ -105,10 +109,18 @@ def test_every_command_is_whole(name, capsys):
     module, function = cli.COMMANDS[name].function.split(":")
     command = getattr(importlib.import_module(f"fp8rl_jax.cli.{module}"), function)
     assert command.__doc__ and next(iter(get_type_hints(command).values())).__doc__
+    first, flags = cli.COMMANDS[name].first_keys, []
+    if first:
+        assert cli.main([name, "--recipe", "x", "--help"]) == 0
+        short = capsys.readouterr().out
+        flags = re.findall(r"^  --(\S+) \(", short, re.MULTILINE)
+        assert flags == [key.replace("_", "-") for key in first] and len(flags) == 10
+        assert len(short.splitlines()) < 45 and f"fp8rl {name} --help-all" in short
     with pytest.raises(SystemExit) as stop:
-        cli.main([name, "--help"])
+        cli.main([name, "--help-all" if first else "--help"])
     assert stop.value.code == 0
-    assert "Traceback" not in capsys.readouterr().out
+    whole = capsys.readouterr().out
+    assert "Traceback" not in whole and all(f"--{flag}" in whole for flag in flags)
 
 
 def test_positional_arguments_are_named(capsys):
@@ -159,6 +171,13 @@ def test_a_closed_pipe_ends_a_command_quietly(words):
     )
     os.close(writer)
     assert (run.returncode, run.stdout or b"", run.stderr or b"") == (141, b"", b"")
+
+
+def test_lines_of_the_log_go_where_standard_error_is_now(monkeypatch):
+    handler, bar = _StandardError(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", bar)
+    handler.handle(logging.LogRecord("fp8rl", logging.INFO, "", 0, "compiling", None, None))
+    assert bar.getvalue() == "compiling\n"
 
 
 def test_another_broken_pipe_is_a_bug_and_keeps_its_traceback(command):

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from fp8rl_jax.config.run import MeshConfig
-from fp8rl_jax.errors import Interrupted, UserError
+from fp8rl_jax.errors import Interrupted, UserError, for_the_command_line
 from fp8rl_jax.parallel import PROGRESS, initialize, leave_on_failure, sum_over_processes
 
 BROKEN = "Gloo AllReduce failed: Connection closed by peer"
@@ -59,7 +59,8 @@ def main(coordinator: str, num_processes: int, process_id: int, which: int, how:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+        with for_the_command_line():
+            main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5])
     except UserError as error:
         print(f"fp8rl: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -10,11 +10,14 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 
+from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.conversation import chat_messages
 from fp8rl_jax.tasks.dataset import batch_indices, load_splits
 from fp8rl_jax.tasks.sources import LOADERS
+from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
+from fp8rl_jax.training.prompts import PromptEncoder
 
 REWARDS = Path(__file__).with_name("reward_examples.py")
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -31,17 +34,31 @@ def rows_task(function="rows", **changes):
 
 def test_held_out_prompts_never_appear_in_training():
     # 200 problems exist, so a split by index would share most of them.
-    train, held_out = load_splits(TaskConfig(args=ONE_DIGIT, train_size=140, eval_size=60))
+    train, held_out = load_splits(
+        TaskConfig(name="chain_sum", args=ONE_DIGIT, train_size=140, eval_size=60)
+    )
     assert len(train) == len(set(prompts(train))) == 140
     assert len(held_out) == len(set(prompts(held_out))) == 60
     assert not set(prompts(train)) & set(prompts(held_out))
     assert train.duplicates > 0
 
 
+def test_the_default_problems_fit_the_default_prompt():
+    run = RunConfig()
+    encoder = PromptEncoder(ByteTokenizer(), "", run.rollout.max_prompt_tokens)
+    train, held_out = load_splits(run.task)
+    assert (len(train), len(held_out)) == (1024, 256)
+    assert all(map(encoder.fits, train.examples + held_out.examples))
+
+
 def test_prompts_that_a_template_makes_equal_count_once():
     # The template shows the first term alone: ten different prompts.
     task = TaskConfig(
-        args=ONE_DIGIT, prompt_template="{metadata[expression][0]}", train_size=6, eval_size=4
+        name="chain_sum",
+        args=ONE_DIGIT,
+        prompt_template="{metadata[expression][0]}",
+        train_size=6,
+        eval_size=4,
     )
     train, held_out = load_splits(task)
     assert sorted(prompts(train) + prompts(held_out)) == [str(digit) for digit in range(10)]
@@ -49,15 +66,17 @@ def test_prompts_that_a_template_makes_equal_count_once():
 
 def test_too_few_distinct_problems_says_how_many_there_are():
     with pytest.raises(UserError, match="has 200 distinct prompts, fewer than task.eval_size = 60"):
-        load_splits(TaskConfig(args=ONE_DIGIT, train_size=150, eval_size=60))
+        load_splits(TaskConfig(name="chain_sum", args=ONE_DIGIT, train_size=150, eval_size=60))
 
 
 def test_a_seed_determines_the_data():
-    task = TaskConfig(args=ONE_DIGIT, train_size=50, eval_size=50)
+    task = TaskConfig(name="chain_sum", args=ONE_DIGIT, train_size=50, eval_size=50)
     train, held_out = load_splits(task)
     again, _ = load_splits(task)
     assert train == again and train.fingerprint == again.fingerprint
-    larger, same_held_out = load_splits(TaskConfig(args=ONE_DIGIT, train_size=80, eval_size=50))
+    larger, same_held_out = load_splits(
+        TaskConfig(name="chain_sum", args=ONE_DIGIT, train_size=80, eval_size=50)
+    )
     assert held_out == same_held_out and larger.examples[:50] == train.examples
     assert larger.fingerprint != train.fingerprint
 
@@ -65,7 +84,9 @@ def test_a_seed_determines_the_data():
 def test_neighbouring_seeds_give_unrelated_problems():
     args = {"min_terms": 4, "max_terms": 4, "min_digits": 4, "max_digits": 4}
     first, second = (
-        load_splits(TaskConfig(args=args, seed=seed, train_size=100, eval_size=0))[0]
+        load_splits(
+            TaskConfig(name="chain_sum", args=args, seed=seed, train_size=100, eval_size=0)
+        )[0]
         for seed in (0, 1)
     )
     assert not set(prompts(first)) & set(prompts(second))
@@ -116,10 +137,10 @@ def test_a_tenth_of_a_list_is_held_out_and_256_at_most(count, held):
 
 def test_a_generator_holds_out_256_and_a_tenth_where_it_runs_out():
     args = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
-    train, held_out = load_splits(TaskConfig(args=args, train_size=40))
+    train, held_out = load_splits(TaskConfig(name="chain_sum", args=args, train_size=40))
     assert (len(train), len(held_out)) == (40, 256)
     # of the 200 sums of two digits
-    train, held_out = load_splits(TaskConfig(args=ONE_DIGIT, train_size=150))
+    train, held_out = load_splits(TaskConfig(name="chain_sum", args=ONE_DIGIT, train_size=150))
     assert (len(train), len(held_out)) == (150, 20) and not set(prompts(train)) & set(
         prompts(held_out)
     )
@@ -127,7 +148,7 @@ def test_a_generator_holds_out_256_and_a_tenth_where_it_runs_out():
         UserError,
         match=r"has 200 .*than task.eval_size = 20 \(unset, so a tenth\) and task.train_size = 181",
     ):
-        load_splits(TaskConfig(args=ONE_DIGIT, train_size=181))
+        load_splits(TaskConfig(name="chain_sum", args=ONE_DIGIT, train_size=181))
 
 
 def test_nothing_is_held_out_where_eval_size_is_0():

@@ -443,11 +443,12 @@ def test_a_data_set_that_cannot_be_used_is_one_clear_line(dataset, message):
     assert "\n" not in str(raised.value)
 
 
-def test_rows_that_are_damaged_are_all_named_up_to_twenty():
+def test_rows_that_are_damaged_alike_are_one_line():
     with pytest.raises(UserError) as raised:
-        load_splits(TaskConfig(), [{}] * 25)
-    lines = str(raised.value).splitlines()
-    assert len(lines) == 21 and lines[-1] == "and 5 more damaged rows"
+        load_splits(TaskConfig(), [{"ask": 1}] * 25 + [7])
+    one, other = str(raised.value).splitlines()
+    assert "keys: ask); 24 more rows alike: dataset row 1, dataset row 2" in one
+    assert other.startswith("dataset row 25: a dictionary with a prompt")
     with pytest.raises(
         UserError, match=r"does not fit the problem of dataset row \d \(KeyError: 'x'\)"
     ):

@@ -213,7 +213,11 @@ def test_scoring_overlaps_with_other_work():
 
 def test_reasoning_gym_scores_with_its_own_scorer():
     task = TaskConfig(
-        args={"max_terms": 2}, train_size=32, eval_size=8, reward=RewardConfig(num_workers=1)
+        name="chain_sum",
+        args={"max_terms": 2},
+        train_size=32,
+        eval_size=8,
+        reward=RewardConfig(num_workers=1),
     )
     pool = RewardPool(task)
     train, _ = load_splits(task)

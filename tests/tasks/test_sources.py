@@ -473,7 +473,8 @@ def test_a_held_out_file_stays_out_of_training(tmp_path):
 
 def test_every_damaged_line_is_named_up_to_twenty(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "a", "answer": 1}\n' + "{}\n" * 25)
+    columns = "".join(f'{{"ask": {i}, "x{i}": 1}}\n' for i in range(25))
+    path.write_text('{"prompt": "a", "answer": 1}\n' + columns)
     with pytest.raises(UserError) as raised:
         load_splits(task_of(path))
     lines = str(raised.value).splitlines()
@@ -482,6 +483,18 @@ def test_every_damaged_line_is_named_up_to_twenty(tmp_path):
         and lines[0].startswith(f"{path}:2: give one of")
         and lines[-1] == "and 5 more damaged rows"
     )
+
+
+def test_what_is_wrong_with_many_lines_is_said_once(tmp_path):
+    path = write(tmp_path / "a.jsonl", *[{"ask": i, "answer": i} for i in range(40)], {"prompt": 1})
+    with pytest.raises(UserError) as raised:
+        load_splits(task_of(path))
+    one, other = str(raised.value).splitlines()
+    assert one.startswith(
+        f"{path}:1: give one of prompt, question, problem and messages (it has none; keys: ask, "
+        f"answer); 39 more rows alike: {path}:2, {path}:3"
+    ) and one.endswith(" and 34 more")
+    assert other.startswith(f"{path}:41: ")
 
 
 def test_a_line_that_the_template_does_not_fit_is_named(tmp_path):

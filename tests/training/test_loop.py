@@ -27,7 +27,15 @@ def run_file(tmp_path):
 
 def test_run_and_resume_are_the_same_run(run_file, tmp_path, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert train(run_file, whole, "--recipe", "fp8-rl") == 0
+    assert train(run_file, whole, "--recipe", "fp8-rl", "--plan.device", "141e9") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == "model: built-in, random weights of seed 0; 47,808 parameters in 1 layers"
+    assert said[2] == (
+        "quantized: 7 of 7 linears; rollout weights e4m3, rollout inputs e4m3, KV cache e4m3"
+    )
+    assert said[3] == "device: 1 x cpu, 0.0 GB needed of 141.0 GB each"
+    assert said[-2].startswith(f"model: {whole / 'model'}; metrics")
+    assert said[-1].startswith(f"next: fp8rl report {whole} ") and f"eval {whole} " in said[-1]
     assert train(run_file, parts, "--recipe", "fp8-rl") == 0
     # what a run killed in step 3 leaves: the checkpoint of step 2, and lines that came after it
     (parts / "checkpoints" / "4").rename(tmp_path / "gone")

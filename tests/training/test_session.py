@@ -3,13 +3,16 @@ next."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -302,6 +305,7 @@ def test_a_reward_that_is_none_has_no_part():
         ([10**400] * 12, "rewards: each must be a number or None"),
         ([None] * 12, "rewards: all 12 are None, which leaves nothing to learn from"),
         (["good"] * 12, "rewards: each must be a number or None"),
+        (None, "rewards: expected a list, one for each of rollout.texts, got None"),
         ([0.0] * 7 + [1e30] + [0.0] * 4, "sample 7 is 1e.30, and the squares of 12 rewards"),
     ],
 )
@@ -311,6 +315,43 @@ def test_wrong_rewards_are_one_line(rewards, message):
         session.update(session.rollout(PROMPTS), rewards)
 
 
+def test_what_is_no_rollout_and_no_policy_is_one_line():
+    session = session_of()
+    for arguments, message in (
+        ([None], "session.update: missing a required argument: 'rewards'"),
+        ([None, [0.0]], "rollout: expected what session.rollout gives, got None"),
+    ):
+        with pytest.raises(UserError, match=message):
+            session.update(*arguments)
+    for call, message in (
+        (lambda: session.score(None), "rollout: expected what session.rollout gives"),
+        (lambda: session.rollout(PROMPTS, samples=0), "samples: 0 must be a whole number"),
+        (lambda: session.sample(PROMPTS, samples="2"), "samples: '2' must be a whole number"),
+        (lambda: session.sample(PROMPTS, temperature="hot"), "temperature: 'hot' must be a number"),
+        (lambda: session.supervise(["ab="], "c"), "answers: expected a list of at least one answ"),
+        (lambda: session.logprobs(["ab="], None), "completions: expected a list of at least one"),
+        (lambda: fp8rl.load(None), "load: expected a model's name or directory, got None"),
+        (lambda: session_of(config={"seed": 1}), "config: expected a RunConfig, got {'seed': 1}"),
+        (lambda: session_of(engine="paged"), "engine: expected one that samples, got 'paged'"),
+        (lambda: fp8rl.train({"seed": 1}), "config: expected a RunConfig, got {'seed': 1}"),
+    ):
+        with pytest.raises(UserError, match=message):
+            call()
+    for copied in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(UserError, match="neither pickled nor copied; checkpoint and restore"):
+            copied(session)
+    policy, tokenizer = fp8rl.byte_policy(**SIZES)
+    for given, message in (
+        ((tokenizer, policy), "policy and tokenizer are swapped"),
+        (("smollm2-135m",), r"the name of one; give Session\(\*fp8rl.load\('smollm2-135m'\)"),
+        (((policy, tokenizer),), "got a tuple; give what fp8rl.load returns as two arguments"),
+        ((None, tokenizer), "policy: expected a Policy, and got NoneType; fp8rl.load"),
+        ((policy,), "tokenizer: expected that of fp8rl.load"),
+    ):
+        with pytest.raises(UserError, match=message):
+            fp8rl.Session(*given)
+
+
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
@@ -318,6 +359,12 @@ def test_wrong_rewards_are_one_line(rewards, message):
         ([], "expected a list of at least one prompt"),
         ([[1, 2], []], "prompt 1 has 0 tokens"),
         ([[1, 400]], "prompt 0 has token ids outside of the vocabulary, 0 to 263"),
+        ({"prompt": "ab="}, "expected a list of at least one prompt, got {'prompt': 'ab='}"),
+        (None, "expected a list of at least one prompt, got None"),
+        ([None], "prompt 0 is None; give text, token ids or messages"),
+        ([{"prompt": "ab="}], "prompt 0 is {'prompt': 'ab='}; give text, token ids or messages"),
+        ([{"role": "user", "content": "hi"}], "these are messages of one conversation; give a"),
+        ([[1.5]], r"prompt 0 is \[1.5\], which are no token ids"),
         (["x" * 5000], "prompt 0 has 5001 tokens; from 1 to .* fit"),
         ([[{"role": "user", "text": "hi"}]], "prompt 0 message 0 must have role and content"),
     ],
@@ -354,6 +401,14 @@ def test_prompts_of_every_kind():
         (
             {"scale": "float32"},
             "scale: may be precision.scale or precision.rollout.scale or precision.trainer.scale",
+        ),
+        ({"path": "x"}, "path: may be model.path or lora.path; give the dotted key"),
+        ({"wandb": True}, "wandb: is tracking.wandb, which a whole run has .fp8rl.train."),
+        ({"resume": True}, "resume: is resume, which a whole run has"),
+        ({"logit_bias": {4: "much"}}, "rollout.logit_bias: expected a table, got {4: 'much'}"),
+        (
+            {"logit_bias": {4: 1.0}},
+            "rollout: logit_bias = {'4': 1.0} samples from another distribution",
         ),
         ({"recipe": "fp8"}, "recipe: unknown name 'fp8'"),
         ({"rollout": {"temperature": 1.0}}, "rollout: expected a RolloutConfig"),
@@ -397,6 +452,13 @@ def test_settings_by_name_by_key_and_by_table():
     )
     assert (made.optimizer.learning_rate, made.seed, made.recipe) == (1.0, 4, "jet-rl")
     assert made.rollout == RolloutConfig(max_new_tokens=9, samples_per_prompt=3)
+    run = {"model": Path("smollm2"), "wandb": True, "steps": 7, "logit_bias": {4: 100}}
+    made_run = with_settings(RunConfig(), run)
+    assert (made_run.model.path, made_run.tracking.wandb) == ("smollm2", True)
+    assert (made_run.trainer.steps, made_run.sft) == (7, RunConfig().sft)
+    assert made_run.rollout.logit_bias == {"4": 100.0}
+    with pytest.raises(UserError, match="every: may be rl.clip_calibration.every or evaluation"):
+        with_settings(RunConfig(), {"every": 2})
     assert made.rl.correction == CorrectionConfig("icepop")
     own = changed_recipe("fp8-rl", "mine", kv_margin=1.5)
     session = session_of(own)
@@ -747,8 +809,6 @@ def test_a_checkpoint_of_another_kind_is_one_line(tmp_path, monkeypatch):
     session.supervise(["ab="], ["c"])
     with pytest.raises(UserError, match="its arrays are another session's own"):
         session_of().load(state)
-    with pytest.raises(UserError, match="policy: expected a Policy, and got str; fp8rl.load"):
-        fp8rl.Session("out/model", session.tokenizer)
     checkpoints, model = tmp_path / "checkpoints", session.save(tmp_path / "model")
     session.checkpoint(checkpoints)
     for other, place, message in (
@@ -825,8 +885,15 @@ def test_an_objective_and_a_reward_of_a_notebook(tmp_path):
     assert np.isnan(run.metrics["reward/mean"][3]) and np.isfinite(run.metrics["eval/accuracy"][3])
     figure = run.plot()
     assert [axes.get_title() for axes in figure.axes][:2] == ["reward/mean", "mismatch/k3"]
-    with pytest.raises(UserError, match="none of these were measured"):
+    (axes,) = run.plot("reward/mean").axes
+    assert axes.get_title() == "reward/mean" and len(axes.lines[0].get_xdata()) == 3
+    with pytest.raises(UserError, match="reward/men: not measured; did you mean reward/mean"):
+        run.plot("reward/men")
+    with pytest.raises(UserError, match="nothing: not measured; there are .* and [0-9]+ more"):
         run.plot(["nothing"])
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="no step is recorded yet"):
+        fp8rl.Run(tmp_path).plot()
     policy, _ = fp8rl.load(run.model)
     assert policy.config.num_layers == 1
     found = fp8rl.evaluate(

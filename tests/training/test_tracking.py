@@ -4,6 +4,7 @@ import io
 import json
 import os
 import sys
+import threading
 from collections import Counter
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from fp8rl_jax.compiling import Compiling
 from fp8rl_jax.config.training import TrackingConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.console import (
@@ -126,7 +128,7 @@ def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
     tracker = JsonlTracker(tmp_path / "m.jsonl")
     monkeypatch.setattr(tracker._lines, "_file", open("/dev/full", "ab", buffering=0))
     with pytest.raises(
-        UserError, match=r"m.jsonl: cannot be written: No space left on device; .*--resume"
+        UserError, match=r"m.jsonl: cannot be written: No space left on device; .*resume=True"
     ):
         tracker.log(0, {"x": 1.0})
     with pytest.raises(UserError, match=r"m.jsonl: cannot be written: No such file or directory"):
@@ -242,6 +244,33 @@ def test_time_left_follows_the_recent_pace():
     assert seen == [89 * 60.0, 88 * 31.0, 87 * 2.0]
     assert left.at(12) == 87 * 2.0
     assert left.at(99) == left.at(100) == 0.0
+
+
+def test_what_compiles_long_is_said_and_not_counted():
+    clock, said, told = Clock(), [], threading.Event()
+
+    def say(line):
+        said.append(line)
+        told.set()
+
+    compiling, part = Compiling(0.05, say, clock), "/jax/core/compile/{}_duration".format
+    left = TimeLeft(10, 0, compiling.steady)
+    # functions traced inside of others, and a program that is there at once
+    for now, what, seconds, program in (
+        *((3.0, "jaxpr_trace", 2.0, "inner"), (6.0, "jaxpr_trace", 5.0, "update_program")),
+        *((7.0, "jaxpr_to_mlir_module", 1.0, "jit(short)"), (7.0, "backend_compile", 0.0, "short")),
+        (8.0, "jaxpr_to_mlir_module", 1.0, "jit(update_program)"),
+    ):
+        clock.now = now
+        compiling.take(part(what), seconds, fun_name=program)
+    assert told.wait(20)
+    clock.now = 48.0
+    compiling.take(part("backend_compile"), 40.0, fun_name="jit(update_program)")
+    compiling.take("/jax/other", 7.0)
+    assert said == ["compiling the update ...", "compiled the update in 40 s"]
+    assert compiling.seconds == 47.0
+    clock.now = 50.0
+    assert left.at(0) == 9 * 3.0
 
 
 @pytest.mark.parametrize(
