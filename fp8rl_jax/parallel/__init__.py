@@ -12,7 +12,7 @@ from fp8rl_jax.parallel.distributed import (
     to_global,
     to_host,
 )
-from fp8rl_jax.parallel.mesh import AXES, make_mesh
+from fp8rl_jax.parallel.mesh import AXES, make_mesh, mesh_text
 from fp8rl_jax.parallel.placement import (
     batch_sharding,
     batch_shards,
@@ -57,6 +57,7 @@ __all__ = [
     "left_to_xla",
     "make_mesh",
     "marks",
+    "mesh_text",
     "mixed",
     "place_hash",
     "placed_shapes",

@@ -40,6 +40,7 @@ from jaxtyping import Array, Float, Key
 from fp8rl_jax import rl
 from fp8rl_jax.caching import keep_compiled_programs
 from fp8rl_jax.config.files import run_directory
+from fp8rl_jax.config.fingerprint import changes
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.run import RunConfig
@@ -59,6 +60,7 @@ from fp8rl_jax.parallel import (
     check_batch,
     is_main_process,
     make_mesh,
+    mesh_text,
     replicated,
     shard_policy,
     shared_faults,
@@ -838,7 +840,8 @@ class Session:
         """
         checkpoints = Checkpoints(Path(directory), CheckpointConfig())
         try:
-            checkpoints.save(self.step, self.saved(), {"recipe": self.recipe.name})
+            about = {"recipe": self.recipe.name, "mesh": mesh_text(self.mesh)}
+            checkpoints.save(self.step, self.saved(), about)
         finally:
             checkpoints.close()
 
@@ -861,6 +864,9 @@ class Session:
                     f"session of {self.recipe.name!r}; make it with recipe = {recipe!r}, or go on "
                     "from that session's weights (state and load, or save and fp8rl.load)"
                 )
+            here = {"mesh": mesh_text(self.mesh)}
+            for line in changes({"mesh": before["mesh"]}, here) if "mesh" in before else ():
+                _log.warning("resumed with a change: %s", line)
 
         checkpoints = Checkpoints(directory, CheckpointConfig())
         try:
