@@ -293,25 +293,12 @@ def merge(policy: Policy) -> Policy:
         policy: layers stacked, every shard addressable by this process.
     """
 
-    def unpacked(base: Weight | WeightRuns) -> np.ndarray:
-        if isinstance(base, WeightRuns):
-            return np.concatenate([unpacked(part) for part in base.parts])
-        quantized = isinstance(base.value, QTensor)
-        return np.asarray(
-            dequantize(jax.tree.map(jnp.asarray, base.value)) if quantized else base.value
-        )
-
     def plain(name: str, weight: Weight | WeightRuns | Adapted) -> Weight:
         if isinstance(weight, TrainedWeight):
             return Weight(weight.value, weight.axes)
         value = unpacked(weight.base if isinstance(weight, Adapted) else weight)
         if isinstance(weight, Adapted):
-            value = _add(
-                value,
-                np.asarray(weight.adapter.a.value),
-                np.asarray(weight.adapter.b.value),
-                weight.adapter.scale,
-            )
+            value = added(value, weight.adapter)
         return Weight(value, tensor_specs(policy.config)[f"layers.{name}"][1])
 
     tensors = policy.stack.tensors()
@@ -329,11 +316,23 @@ def merge(policy: Policy) -> Policy:
     return changed_policy(policy, layers=Layer(tensors | changed), norm=norm)
 
 
-def _add(base: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
+def unpacked(weight: Weight | WeightRuns) -> np.ndarray:
+    """Give a weight of host arrays as one array, dequantized where it is quantized."""
+    if isinstance(weight, WeightRuns):
+        return np.concatenate([unpacked(part) for part in weight.parts])
+    quantized = isinstance(weight.value, QTensor)
+    return np.asarray(
+        dequantize(jax.tree.map(jnp.asarray, weight.value)) if quantized else weight.value
+    )
+
+
+def added(base: np.ndarray, adapter: Adapter) -> np.ndarray:
+    """Add an adapter to a base [..., out, in] in host memory, as `merge` does."""
+    a, b = unpacked(adapter.a), unpacked(adapter.b)
     out = np.empty(base.shape, np.float32)
     # a matrix at a time: in float64 all would be twice the float32 model
     for i in np.ndindex(base.shape[:-2]):
-        out[i] = base[i].astype(np.float64) + scale * (
+        out[i] = base[i].astype(np.float64) + adapter.scale * (
             b[i].astype(np.float64) @ a[i].astype(np.float64)
         )
     return out

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -39,12 +39,15 @@ from fp8rl_jax.weights.quantized_export import (
     check_form,
     export_form,
     quantization_config,
+    quantized_kinds,
     quantized_tensors,
 )
 from fp8rl_jax.weights.safetensors_io import (
     INDEX_FILE,
     SHARD_BYTES,
     Checkpoint,
+    Kind,
+    Kinds,
     count_non_finite,
     is_weights_file,
     read_checkpoint,
@@ -70,6 +73,18 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+
+
+class Stack(Protocol):
+    """What an export reads of an array: a tensor at a time, in the order of `hf_tensors`."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, index: tuple[int, ...], /) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -304,7 +319,7 @@ def _check_tied_head(config: PolicyConfig, checkpoint: Checkpoint) -> None:
 def export_policy(
     directory: str | Path,
     config: PolicyConfig,
-    arrays: Mapping[str, np.ndarray] | None,
+    arrays: Mapping[str, Stack] | None,
     dtype: str | ExportForm = "bfloat16",
     tokenizer_from: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -318,8 +333,8 @@ def export_policy(
     Args:
         directory: made when it isn't there.
         config: the policy's config.
-        arrays: as `load_policy_arrays` gives them, [L, ...] for layers, any float dtype; None: all
-            but the weights is written.
+        arrays: as `load_policy_arrays` gives them, [L, ...] for layers, any float dtype, or what
+            reads like them, one tensor after the other; None: all but the weights is written.
         dtype: "bfloat16" or "float16" (rounded to nearest even), "float32", or what
             `quantized_export.export_form` reads: linears quantized from `arrays` as they are, and
             the rest in bfloat16.
@@ -354,8 +369,9 @@ def export_policy(
             staging = Path(staging_name)
             weights = []
             if arrays is not None:
+                kinds = export_kinds(config, arrays, dtype)
                 tensors = converted_tensors(directory, config, arrays, dtype)
-                weights = write_checkpoint(staging, tensors, shard_bytes)
+                weights = write_checkpoint(staging, kinds, tensors, shard_bytes)
             _write_json(staging / "config.json", hf_config)
             _write_json(
                 staging / "generation_config.json",
@@ -397,9 +413,7 @@ def lost_in(arrays: Mapping[str, np.ndarray], dtype: str | ExportForm) -> float:
     return rounded / size
 
 
-def _check_parameters(
-    directory: Path, config: PolicyConfig, flat: Mapping[str, np.ndarray]
-) -> None:
+def _check_parameters(directory: Path, config: PolicyConfig, flat: Mapping[str, Stack]) -> None:
     shapes = parameter_shapes(config)
     if missing := sorted(shapes.keys() - flat.keys()):
         raise UserError(f"{directory}: not exported; parameters are missing: {listing(missing)}")
@@ -415,8 +429,26 @@ def _check_parameters(
             )
 
 
+def export_kinds(
+    config: PolicyConfig, flat: Mapping[str, Stack], dtype: str | ExportForm
+) -> Iterator[Kinds]:
+    """Say of what kind the tensors of `converted_tensors` are, before any of them is made."""
+    form, quantized = export_form(dtype), {}
+    for name, location in hf_tensors(config).items():
+        made = Kind(export_dtype(location, dtype, flat[location.path].dtype), location.shape)
+        if form is None or not form.holds(location):
+            yield {name: made}
+            continue
+        if made not in quantized:
+            quantized[made] = quantized_kinds(made.shape, made.dtype, form)
+        scale = form.input_scale(location, name.removesuffix(".weight"))
+        yield {name + part: kind for part, kind in quantized[made].items()} | {
+            name: Kind(x.dtype, x.shape) for name, x in scale.items()
+        }
+
+
 def converted_tensors(
-    directory: Path, config: PolicyConfig, flat: Mapping[str, np.ndarray], dtype: str | ExportForm
+    directory: Path, config: PolicyConfig, flat: Mapping[str, Stack], dtype: str | ExportForm
 ) -> Iterator[dict[str, np.ndarray]]:
     """Make an export's tensors, one of the policy's at a time: itself, or its quantized values and
     their scales.

@@ -38,8 +38,10 @@ from fp8rl_jax.precision import QTensor, format_of, is_quantized, quantized_laye
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from fp8rl_jax.weights.block_fp8 import SCALE_SUFFIX
+from fp8rl_jax.weights.gathered import GatheredTensors
 from fp8rl_jax.weights.hf_directory import (
     ModelFiles,
+    Stack,
     export_dtype,
     export_policy,
     open_files,
@@ -249,18 +251,6 @@ def byte_policy(seed: int = 0, **sizes: Any) -> tuple[Policy, ByteTokenizer]:
     ), ByteTokenizer()
 
 
-def policy_arrays(policy: Policy) -> dict[str, np.ndarray]:
-    """Fetch the weights as numpy arrays, as `load_policy_arrays` gives them.
-
-    Args:
-        policy: plain arrays, layers stacked, every shard addressable by this process.
-
-    Raises:
-        ValueError: the policy is a rollout's: its layers are unrolled or quantized.
-    """
-    return {name: np.asarray(value) for name, value in jax.device_get(_parameters(policy)).items()}
-
-
 def rollout_form(recipe: Recipe, config: PolicyConfig, dtype: str) -> str | ExportForm:
     """Give the form of an export that holds what a recipe's rollout computes with.
 
@@ -331,16 +321,14 @@ def _converted(
 def _parameters(policy: Policy) -> dict[str, Any]:
     """Arrays by the paths of `parameter_shapes`."""
     if not policy.stacked:
-        raise ValueError("policy_arrays: the layers are unrolled; export the trainer's policy")
+        raise ValueError("the layers are unrolled; export the trainer's policy")
     weights = {"embed_tokens": policy.embed_tokens, "norm": policy.norm, "lm_head": policy.lm_head}
     weights |= {f"layers.{name}": weight for name, weight in policy.stack.tensors().items()}
     flat = {
         f"{name}.weight": weight.value for name, weight in weights.items() if weight is not None
     }
     if quantized := [name for name, value in flat.items() if is_quantized(value)]:
-        raise ValueError(
-            f"policy_arrays: {', '.join(quantized)} are quantized; export the trainer's policy"
-        )
+        raise ValueError(f"{', '.join(quantized)} are quantized; export the trainer's policy")
     return flat
 
 
@@ -349,19 +337,18 @@ def save_policy(
     directory: str | Path,
     tokenizer: str | Path | ByteTokenizer | None = None,
     dtype: str | ExportForm = "bfloat16",
-    weights: bool = True,
 ) -> Path:
-    """Write the policy as a Hugging Face directory.
+    """Write the policy as a Hugging Face directory, one layer of one tensor at a time.
 
-    A failure leaves an earlier export in `directory` as it was.
+    A failure leaves an earlier export in `directory` as it was. Where processes share the policy,
+    all of them call it together, and the first writes.
 
     Args:
-        policy: see `policy_arrays`.
+        policy: plain arrays, layers stacked.
         directory: made when it isn't there.
         tokenizer: a directory whose tokenizer files are copied, the byte-level tokenizer, or None
             for a model of token ids.
         dtype: as of `export_policy`.
-        weights: or all but them.
 
     Returns:
         `directory`.
@@ -369,9 +356,29 @@ def save_policy(
     Raises:
         UserError: whatever `export_policy` refuses.
     """
-    arrays = policy_arrays(policy) if weights else None
+    _parameters(policy)  # for its refusals
+    tensors = GatheredTensors(policy)
+    with tensors.gathered() as here:
+        if here:
+            write_model(directory, policy.config, tensors, tokenizer, dtype)
+    return Path(directory)
+
+
+def write_model(
+    directory: str | Path,
+    config: PolicyConfig,
+    tensors: Mapping[str, Stack] | None,
+    tokenizer: str | Path | ByteTokenizer | None = None,
+    dtype: str | ExportForm = "bfloat16",
+) -> Path:
+    """Write a Hugging Face directory, as `export_policy` does, with a tokenizer of ours or another.
+
+    Args:
+        tensors: as `arrays` there.
+        tokenizer: as of `save_policy`.
+    """
     if not isinstance(tokenizer, ByteTokenizer):
-        return export_policy(directory, policy.config, arrays, dtype, tokenizer)
+        return export_policy(directory, config, tensors, dtype, tokenizer)
     with tempfile.TemporaryDirectory(prefix="fp8rl-tokenizer-") as files:
         tokenizer.save(files)
-        return export_policy(directory, policy.config, arrays, dtype, files)
+        return export_policy(directory, config, tensors, dtype, files)

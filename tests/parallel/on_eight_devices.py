@@ -4,6 +4,9 @@ with one device."""
 from __future__ import annotations
 
 import json
+import tracemalloc
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +28,8 @@ from fp8rl_jax.parallel import (
     to_global,
     to_host,
 )
+from fp8rl_jax.weights import gathered as gathering
+from fp8rl_jax.weights.load import save_policy
 
 
 def specs(tree) -> dict[str, list]:
@@ -74,6 +79,46 @@ def constraints(mesh) -> dict[str, list]:
         return {str(rows): [*keep(jnp.ones((rows, 3, 6))).sharding.spec] for rows in (8, 3)}
 
 
+def exports(policy, placed) -> dict:
+    """Bytes of exports from shards and from the host; and of one from shards, the most bytes that
+    are gathered at once, that all devices together hold beside the policy, and that the host holds.
+    """
+    gathered, beside, whole = [], [], gathering.to_host
+
+    def seen(weight):
+        gathered.append(sum(x.nbytes for x in jax.tree.leaves(weight)))
+        beside.append(device_bytes() - before)
+        return whole(weight)
+
+    with TemporaryDirectory() as name:
+        same = []
+        for dtype in ("bfloat16", "fp8-block"):
+            own, other = (
+                save_policy(each, Path(name, kind), dtype=dtype) / "model.safetensors"
+                for each, kind in ((policy, "host"), (placed, "shards"))
+            )
+            same.append(own.read_bytes() == other.read_bytes())
+        before, gathering.to_host = device_bytes(), seen
+        tracemalloc.start()
+        save_policy(placed, Path(name, "shards"), dtype="float32")
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        gathering.to_host = whole
+    return {
+        "same": same,
+        "gathered": max(gathered),
+        "beside": max(beside),
+        "host": peak,
+        "policy": sum(x.nbytes for x in jax.tree.leaves(policy)),
+    }
+
+
+def device_bytes() -> int:
+    """Of all arrays on all devices, a copy counted as often as it is there, and a view not."""
+    shards = [shard.data for x in jax.live_arrays() for shard in x.addressable_shards]
+    return sum({x.unsafe_buffer_pointer(): x.nbytes for x in shards}.values())
+
+
 def main() -> None:
     # numpy leaves, as loaded weights are
     policy, tokens = to_host(make_policy()), make_tokens()
@@ -99,6 +144,8 @@ def main() -> None:
         quantized_shardings = policy_shardings(jax.eval_shape(quantized, policy), mesh)
         synced = jax.jit(quantized, out_shardings=quantized_shardings)(placed)
         eight_bit_out = jax.jit(hidden)(synced, rows)
+    with jax.set_mesh(mesh):
+        exported = exports(policy, placed)
     adam = optax.adamw(1e-3)
     moments = policy_shardings(jax.eval_shape(adam.init, policy), mesh)
     key = jax.random.key(3)
@@ -106,6 +153,7 @@ def main() -> None:
         json.dumps(
             {
                 "mesh_errors": mesh_errors(),
+                "exported": exported,
                 "left_over": dict(make_mesh(MeshConfig(-1, 2, 2)).shape),
                 "constraints": constraints(mesh),
                 "placed": specs(placed),
