@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,6 +76,10 @@ TOKENIZER_FILES = (
 )
 
 
+Span = tuple[tuple[int, int], ...]
+"""A part of an array: begin and end along each axis."""
+
+
 class Stack(Protocol):
     """What an export reads of an array: a tensor at a time, in the order of `hf_tensors`."""
 
@@ -110,24 +115,67 @@ class ModelFiles:
     linears: Mapping[str, StoredLinear]
     dtypes: Mapping[str, np.dtype]
 
-    def arrays(self, without: Collection[str] = ()) -> dict[str, np.ndarray]:
-        """Read the policy's arrays as `load_policy_arrays` gives them, but those of some paths.
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Read the policy's arrays as `load_policy_arrays` gives them.
 
         Raises:
             UserError: a tensor that is not finite.
         """
         shapes = parameter_shapes(self.config)
-        dtypes = {path: dtype for path, dtype in self.dtypes.items() if path not in without}
-        arrays = {path: np.empty(shapes[path], dtype) for path, dtype in dtypes.items()}
+        arrays = {path: np.empty(shapes[path], dtype) for path, dtype in self.dtypes.items()}
         for name, stored in self.expected.items():
-            if all(place.path in without for place in stored.places):
-                continue
             tensor = self._tensor(name)
             parts = np.split(tensor, len(stored.places), axis=max(tensor.ndim - 2, 0))
             for location, part in zip(stored.places, parts, strict=True):
-                if location.path in arrays:
-                    arrays[location.path][location.index] = part
+                arrays[location.path][location.index] = part
         return arrays
+
+    def parts(self, path: str, spans: Collection[Span]) -> dict[Span, np.ndarray]:
+        """Read parts of one of the policy's arrays, in the dtype of `arrays`.
+
+        Of the files their ranges alone are read. A quantized tensor of which anything is wanted is
+        read whole.
+
+        Args:
+            spans: of the array, as many places as it has axes.
+
+        Raises:
+            UserError: a tensor that is not finite where it was read.
+        """
+        found = {
+            span: np.empty([stop - start for start, stop in span], self.dtypes[path])
+            for span in spans
+        }
+        for name, i, location in self._places[path]:
+            count = len(location.index)
+            wanted = {
+                span: part
+                for span, part in found.items()
+                if all(a <= j < b for j, (a, b) in zip(location.index, span, strict=False))
+            }
+            if not wanted:
+                continue
+            matrices = len(self.expected[name].places)
+            tensor = self._tensor(name) if name in self.linears else self.checkpoint.tensors[name]
+            tensor = np.split(tensor, matrices, axis=max(tensor.ndim - 2, 0))[i]
+            for span, part in wanted.items():
+                values = read_range(tensor, span[count:])
+                if count_non_finite(values):
+                    self._tensor(name)  # says how many in all
+                begins = (a for a, _ in span)
+                at = tuple(j - a for j, a in zip(location.index, begins, strict=False))
+                part[at] = values
+        return found
+
+    @cached_property
+    def _places(self) -> dict[str, list[tuple[str, int, Location]]]:
+        """Of each array the tensors that hold some of it: the i-th matrix of each, and where it
+        is."""
+        found: dict[str, list[tuple[str, int, Location]]] = {}
+        for name, stored in self.expected.items():
+            for i, location in enumerate(stored.places):
+                found.setdefault(location.path, []).append((name, i, location))
+        return found
 
     def codes(self, formats: Mapping[str, TensorFormat]) -> dict[str, Codes]:
         """Read what the files hold of quantized linears, without rounding anything.
@@ -165,6 +213,11 @@ class ModelFiles:
         self._tensor(name)  # for its refusals
         values, scales = (np.split(x, count, axis=-2)[i] for x in codes[:2])
         return Codes(values, scales, codes.outer)
+
+
+def read_range(tensor: np.ndarray, span: Span) -> np.ndarray:
+    """Read a part of a mapped tensor: of whole rows nothing beside it comes from the file."""
+    return np.ascontiguousarray(tensor[tuple(slice(*ends) for ends in span)])
 
 
 def _stacked(parts: Mapping[tuple[int, ...], Codes]) -> Codes:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +16,7 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
 from fp8rl_jax.config.formats import TensorFormat
@@ -33,7 +34,7 @@ from fp8rl_jax.models.policy import (
     with_layers,
 )
 from fp8rl_jax.models.tensors import parameter_shapes
-from fp8rl_jax.parallel import DEFAULT_RULES, to_global
+from fp8rl_jax.parallel import DEFAULT_RULES
 from fp8rl_jax.precision import QTensor, format_of, is_quantized, quantized_layers
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -107,7 +108,9 @@ def load_policy(
         held: formats of stacks of linears, by path ("layers.q_proj.weight"); where the files have
             them all in that format they are QTensors of the files' own codes.
         mesh: each tensor goes from the host to its places on the mesh, so that no device has to
-            hold a whole model; every process passes the same. Default: all to the default device.
+            hold a whole model; every process passes the same, and reads ranges of the files that
+            together are what its devices hold, but quantized tensors whole. Default: all to the
+            default device.
 
     Raises:
         UserError: whatever `load_policy_arrays` refuses, a value that `dtype` cannot hold, and a
@@ -116,32 +119,66 @@ def load_policy(
     dtype, held = jnp.dtype(dtype), held or {}
     files = open_files(directory)
     codes = _own_codes(files, held)
-    arrays = files.arrays(codes.keys())
 
     def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Array | QTensor:
         if (path := f"{name}.weight") in codes:
             return codes[path]
-        # popped, so that the host holds one copy of what is already on the device
-        source = arrays.pop(path)
+        whole = tuple((0, side) for side in shape)
+        if mesh is None:
+            return jnp.asarray(converted(path, files.parts(path, [whole])[whole]))
+        place = NamedSharding(mesh, DEFAULT_RULES.spec(axes, shape, mesh, path))
+        near = _in_rows(place, shape)
+        spans = {
+            device: tuple(x.indices(side)[:2] for x, side in zip(index or (), shape, strict=True))
+            for device, index in near.addressable_devices_indices_map(shape).items()
+        }
+        parts = files.parts(path, {*spans.values()})
+        for span in parts:
+            parts[span] = converted(path, parts[span])
+        shards = [jax.device_put(parts[span], device) for device, span in spans.items()]
+        x = jax.make_array_from_single_device_arrays(shape, near, shards)
+        return x if near == place else _moved(place)(x)
+
+    def converted(path: str, source: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore"):
-            converted = source.astype(dtype, copy=False)
+            values = source.astype(dtype, copy=False)
         if (
-            converted.dtype.itemsize < source.dtype.itemsize
-            and not np.isfinite(converted.astype(np.float32)).all()
+            values.dtype.itemsize < source.dtype.itemsize
+            and not np.isfinite(values.astype(np.float32)).all()
         ):
             raise UserError(
-                f"{directory}: values of {path} overflow {converted.dtype}; load it as "
-                f"{source.dtype}"
+                f"{directory}: values of {path} overflow {dtype}; load it as {source.dtype}"
             )
-        if mesh is None:
-            return jnp.asarray(converted)
-        place = NamedSharding(mesh, DEFAULT_RULES.spec(axes, shape, mesh, path))
-        return to_global(converted, place)
+        return values
 
     policy = build_policy(files.config, tensor)
     if files.layout is not None and not held:
         _files[policy] = files
     return policy
+
+
+def _in_rows(place: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """Split a tensor's rows where its columns are split.
+
+    A part of the columns lies in every page of a file, and rows lie together. They are exchanged
+    between devices then; where there are too few of them, it stays `place`.
+    """
+    if len(shape) < 2:
+        return place
+    *leading, rows, columns = (
+        (entry,) if isinstance(entry, str) else entry or ()
+        for entry in (*place.spec, *[None] * (len(shape) - len(place.spec)))
+    )
+    sizes = place.mesh.shape
+    split = prod(sizes[axis] for axis in columns)
+    if split == 1 or shape[-2] % (split * prod(sizes[axis] for axis in rows)):
+        return place
+    return NamedSharding(place.mesh, PartitionSpec(*leading, (*rows, *columns), None))
+
+
+@cache
+def _moved(place: NamedSharding) -> Callable[[Array], Array]:
+    return jax.jit(lambda x: x, out_shardings=place)
 
 
 def in_own_codes(policy: Policy, held: Mapping[str, TensorFormat]) -> Policy:

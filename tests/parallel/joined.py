@@ -36,7 +36,8 @@ from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.distributed import play_distributed, score_distributed
 from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
-from fp8rl_jax.weights.load import save_policy
+from fp8rl_jax.weights import hf_directory
+from fp8rl_jax.weights.load import load_policy, save_policy
 
 AXES = "vocab", "embed"
 
@@ -130,6 +131,29 @@ def exported(policy, placed, mesh) -> dict:
     return {"files": found, "same": all(same), "said": said.rpartition(": ")[2]}
 
 
+def read(policy, placed, mesh) -> dict:
+    """Bytes of a model's files that this process reads for its devices, of how many, and whether
+    what comes of them is `placed`."""
+    counted, whole = [], hf_directory.read_range
+
+    def seen(tensor, span):
+        values = whole(tensor, span)
+        counted.append(values.nbytes)
+        return values
+
+    with TemporaryDirectory() as name:
+        save_policy(policy, name, dtype="float32")
+        hf_directory.read_range = seen
+        found = load_policy(name, mesh=mesh)
+        hf_directory.read_range = whole
+    pairs = [*zip(*map(jax.tree.leaves, (found, placed)), strict=True)]
+    return {
+        "bytes": sum(counted),
+        "placed": all(a.sharding == b.sharding for a, b in pairs),
+        "same": all(np.array_equal(to_host(a), to_host(b)) for a, b in pairs),
+    }
+
+
 def main(coordinator: str, num_processes: int, process_id: int) -> None:
     config = MeshConfig(
         1, -1, 2, coordinator=coordinator, num_processes=num_processes, process_id=process_id
@@ -176,6 +200,7 @@ def main(coordinator: str, num_processes: int, process_id: int) -> None:
                 "played": played(),
                 "gathered": gather_text("ß" * process_id),
                 "exported": exported(policy, placed, mesh),
+                "read": read(policy, placed, mesh),
             }
         )
     )
