@@ -22,6 +22,7 @@ from fp8rl_jax.parallel.placement import (
     replicated,
     shard_policy,
     split_batch,
+    take_entry,
 )
 from fp8rl_jax.parallel.rules import (
     DECODE_RULES,
@@ -69,6 +70,7 @@ __all__ = [
     "split_batch",
     "splitting_axes",
     "sum_over_processes",
+    "take_entry",
     "to_global",
     "to_host",
 ]

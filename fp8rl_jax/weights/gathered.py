@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8rl_jax.models.lora import Adapted, TrainedWeight, added, has_adapters, unpacked
 from fp8rl_jax.models.policy import Policy, Rounding, WeightRuns, entry_of, to_compute
 from fp8rl_jax.models.tensors import of_kind, parameter_shapes
-from fp8rl_jax.parallel import shared_faults, to_host
+from fp8rl_jax.parallel import is_main_process, shared_faults, take_entry, to_host
 from fp8rl_jax.precision import is_quantized
 from fp8rl_jax.weights.hf_names import hf_tensors
 
@@ -117,7 +115,7 @@ class GatheredTensors(Mapping[str, GatheredStack]):
             return
         with shared_faults():
             try:
-                yield jax.process_index() == 0
+                yield is_main_process()
             finally:
                 self._held = None
                 for place in [*self._left]:
@@ -137,7 +135,7 @@ class GatheredTensors(Mapping[str, GatheredStack]):
             self._left.pop(0)
         path, index = place
         weight = self._weights[path]
-        return to_host(entry_of(weight, index[0], _taken) if index else weight)
+        return to_host(entry_of(weight, index[0], take_entry) if index else weight)
 
     def _host(self, path: str, weight: Any) -> np.ndarray:
         """An entry as it is exported."""
@@ -168,21 +166,3 @@ class GatheredTensors(Mapping[str, GatheredStack]):
 
 
 _to_compute = jax.jit(to_compute, static_argnums=(1, 2))
-
-
-def _taken(x: Any, place: int) -> Any:
-    """An entry of an array on the devices that have it."""
-    if not isinstance(x, jax.Array):
-        return x[place]
-    sharding = x.sharding
-    if not isinstance(sharding, NamedSharding):
-        return _taking(None)(x, place)
-    return _taking(NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])))(x, place)
-
-
-@cache
-def _taking(sharding: NamedSharding | None) -> Callable[[jax.Array, int], jax.Array]:
-    def take(x: jax.Array, place: int) -> jax.Array:
-        return jax.lax.dynamic_index_in_dim(x, place, keepdims=False)
-
-    return jax.jit(take, out_shardings=sharding)

@@ -31,10 +31,10 @@ from fp8rl_jax.models.policy import (
     build_policy,
     init_policy,
     linear_names,
+    tensor_specs,
     with_layers,
 )
-from fp8rl_jax.models.tensors import parameter_shapes
-from fp8rl_jax.parallel import DEFAULT_RULES
+from fp8rl_jax.parallel import DEFAULT_RULES, shard_policy
 from fp8rl_jax.precision import QTensor, format_of, is_quantized, quantized_layers
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -118,7 +118,7 @@ def load_policy(
     """
     dtype, held = jnp.dtype(dtype), held or {}
     files = open_files(directory)
-    codes = _own_codes(files, held)
+    codes = _own_codes(files, held, mesh)
 
     def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Array | QTensor:
         if (path := f"{name}.weight") in codes:
@@ -223,9 +223,11 @@ def _name(path: str) -> str:
     return path.removeprefix("layers.").removesuffix(".weight")
 
 
-def _own_codes(files: ModelFiles, held: Mapping[str, TensorFormat]) -> dict[str, QTensor]:
+def _own_codes(
+    files: ModelFiles, held: Mapping[str, TensorFormat], mesh: Mesh | None = None
+) -> dict[str, QTensor]:
     """What the files hold, by path; and a line about what they hold otherwise."""
-    codes, shapes = files.codes(held), parameter_shapes(files.config)
+    codes, specs = files.codes(held), tensor_specs(files.config)
     if files.layout is not None and (anew := [path for path in held if path not in codes]):
         _log.warning(
             "%s: %s stored as %s, not as the %s that the base is to rest in: quantized anew, which "
@@ -238,8 +240,13 @@ def _own_codes(files: ModelFiles, held: Mapping[str, TensorFormat]) -> dict[str,
     found = {}
     for path in [*codes]:
         # popped, so that the host holds one copy of what is already on the device
-        values, scales, outer = jax.tree.map(jnp.asarray, codes.pop(path))
-        found[path] = QTensor(values, scales, format_of(held[path], shapes[path]), outer)
+        own: Any = codes.pop(path)
+        shape, axes = specs[path.removesuffix(".weight")]
+        own = QTensor(own.values, own.scales, format_of(held[path], shape), own.outer)
+        if mesh is None:
+            found[path] = jax.tree.map(jnp.asarray, own)
+        else:
+            found[path] = shard_policy(Weight(own, axes), mesh).value
     return found
 
 

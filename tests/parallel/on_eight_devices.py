@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from parallel.policies import make_policy, make_tokens, quantized
 
+from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.forward import forward
@@ -28,8 +29,11 @@ from fp8rl_jax.parallel import (
     to_global,
     to_host,
 )
+from fp8rl_jax.precision import is_quantized
 from fp8rl_jax.weights import gathered as gathering
-from fp8rl_jax.weights.load import save_policy
+from fp8rl_jax.weights.load import load_policy, save_policy
+
+BLOCKS = TensorFormat("e4m3", (128, 128), "float32")
 
 
 def specs(tree) -> dict[str, list]:
@@ -79,7 +83,7 @@ def constraints(mesh) -> dict[str, list]:
         return {str(rows): [*keep(jnp.ones((rows, 3, 6))).sharding.spec] for rows in (8, 3)}
 
 
-def exports(policy, placed) -> dict:
+def exports(policy, placed, mesh) -> dict:
     """Bytes of exports from shards and from the host; and of one from shards, the most bytes that
     are gathered at once, that all devices together hold beside the policy, and that the host holds.
     """
@@ -98,6 +102,9 @@ def exports(policy, placed) -> dict:
                 for each, kind in ((policy, "host"), (placed, "shards"))
             )
             same.append(own.read_bytes() == other.read_bytes())
+        linears = [linear for linear in policy.stack.tensors() if linear.endswith("_proj")]
+        held = {f"layers.{linear}.weight": BLOCKS for linear in linears}
+        codes, parts = (load_policy(own.parent, held=held, mesh=m) for m in (None, mesh))
         before, gathering.to_host = device_bytes(), seen
         tracemalloc.start()
         save_policy(placed, Path(name, "shards"), dtype="float32")
@@ -106,6 +113,9 @@ def exports(policy, placed) -> dict:
         gathering.to_host = whole
     return {
         "same": same,
+        "codes": specs(parts) == specs(shard_policy(to_host(codes), mesh)),
+        "same_codes": all(map(np.array_equal, *map(jax.tree.leaves, (codes, parts)))),
+        "quantized": all(is_quantized(parts.stack.tensors()[each].value) for each in linears),
         "gathered": max(gathered),
         "beside": max(beside),
         "host": peak,
@@ -145,7 +155,7 @@ def main() -> None:
         synced = jax.jit(quantized, out_shardings=quantized_shardings)(placed)
         eight_bit_out = jax.jit(hidden)(synced, rows)
     with jax.set_mesh(mesh):
-        exported = exports(policy, placed)
+        exported = exports(policy, placed, mesh)
     adam = optax.adamw(1e-3)
     moments = policy_shardings(jax.eval_shape(adam.init, policy), mesh)
     key = jax.random.key(3)

@@ -127,6 +127,11 @@ def test_host_arrays_come_back_as_they_went(eight):
     assert eight["round_trip"] and eight["key"]
 
 
+def test_a_file_s_own_codes_are_read_into_shards(eight):
+    found = eight["exported"]
+    assert found["codes"] and found["same_codes"] and found["quantized"]
+
+
 def test_an_export_of_shards_has_the_bytes_and_holds_a_tensor_at_a_time(eight):
     found = eight["exported"]
     assert found["same"] == [True, True]

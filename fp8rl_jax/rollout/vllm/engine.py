@@ -139,15 +139,13 @@ class VllmEngine:
             )
         self._ready, self._vocab = False, policy.config.vocab_size
         number = self.version + 1
-        here = self.settings.transport == "dlpack"
-        if here and jax.process_count() > 1:
+        if self.settings.transport == "dlpack" and jax.process_count() > 1:
             raise UserError(
                 'rollout.vllm.transport: "dlpack" is for one process; with several set "files"'
             )
-        masters = policy
+        masters, mesh = policy, jax.sharding.get_mesh()
         if transform := self._transform:
-            if has_adapters(policy):
-                masters = jax.tree.map(jnp.asarray, merge(to_host(policy)))
+            masters = jax.tree.map(jnp.asarray, merge(policy, None if mesh.empty else mesh))
             policy = transformed(masters, context, *transform)
         scales = to_host(context.scales)
         tensors = GatheredTensors(policy, compute=self.dtype if self._rounds else None)
@@ -157,7 +155,7 @@ class VllmEngine:
         self._check_parity(policy, number)
         if self.arrival is not None:
             if has_adapters(policy):
-                policy = masters = merge(policy if here else to_host(policy))
+                policy = masters = merge(policy, None if mesh.empty else mesh)
             ours = self.recipe if self.settings.quantize == "ours" else RECIPES["bf16"]
             pushed, _ = _pushed(policy, recipe=ours, dtype=self.dtype)
             self.metrics = self.metrics | self.arrival.see(masters, pushed)
