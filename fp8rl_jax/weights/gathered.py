@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.lora import Adapted, TrainedWeight, added, has_adapters, unpacked
 from fp8rl_jax.models.policy import Policy, Rounding, WeightRuns, entry_of, to_compute
 from fp8rl_jax.models.tensors import of_kind, parameter_shapes
@@ -116,10 +117,15 @@ class GatheredTensors(Mapping[str, GatheredStack]):
         with shared_faults():
             try:
                 yield is_main_process()
-            finally:
-                self._held = None
-                for place in [*self._left]:
-                    self._gather(place)
+            except UserError:
+                self._gather_left()
+                raise
+            self._gather_left()
+
+    def _gather_left(self) -> None:
+        self._held = None
+        for place in [*self._left]:
+            self._gather(place)
 
     def entry(self, place: _Place) -> np.ndarray:
         """One entry of a stack, on this process."""
