@@ -12,6 +12,7 @@ import numpy as np
 import safetensors.numpy
 
 from fp8rl_jax.models.config import ExpertsConfig, LatentConfig, PolicyConfig
+from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.models.rope import LinearRopeScaling, YarnRopeScaling
 from fp8rl_jax.tokenizers.tokenizer import HFTokenizer, load_tokenizer
 from fp8rl_jax.weights.hf_config import config_json
@@ -150,6 +151,13 @@ def random_tensors(
         name: rng.normal(size=place.shape).astype(dtype)
         for name, place in hf_tensors(config).items()
     }
+
+
+def policy_arrays(policy: Policy) -> dict[str, np.ndarray]:
+    """The arrays of a plain policy, by the paths of `parameter_shapes`."""
+    top = {"embed_tokens": policy.embed_tokens, "norm": policy.norm, "lm_head": policy.lm_head}
+    layers = {f"layers.{name}": weight for name, weight in policy.stack.tensors().items()}
+    return {f"{name}.weight": np.asarray(x.value) for name, x in (top | layers).items() if x}
 
 
 def write_model(directory: Path, config: PolicyConfig, tensors: dict[str, np.ndarray]) -> Path:

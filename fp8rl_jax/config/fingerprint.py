@@ -14,7 +14,11 @@ from typing import Any
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import fields_of
 
-_OF_A_START = ("output", "resume", "resume_changed", "dry_run", "mesh.process_id")
+_OF_A_START = (
+    *("output", "resume", "resume_changed", "dry_run"),
+    *("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.expert"),
+    *("mesh.coordinator", "mesh.num_processes", "mesh.process_id"),
+)
 FREE = (
     "mesh",
     "plan",

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Key
 
 from fp8rl_jax.config.training import LoraConfig
@@ -28,10 +29,12 @@ from fp8rl_jax.models.policy import (
     Weight,
     WeightRuns,
     changed_policy,
+    entry_of,
     linear_names,
     tensor_specs,
 )
 from fp8rl_jax.models.tensors import of_kind, stack_of
+from fp8rl_jax.parallel import shard_policy, take_entry, to_host
 from fp8rl_jax.precision import AdaptedWeight, QTensor, dequantize
 
 
@@ -280,39 +283,33 @@ def unstack_adapters(adapters: Adapters, config: PolicyConfig) -> UnstackedAdapt
     return {name: single(name, stack) for name, stack in adapters.items()}
 
 
-def merge(policy: Policy) -> Policy:
-    """Add adapters to their base: plain weights in host memory.
+def merge(policy: Policy, mesh: Mesh | None = None) -> Policy:
+    """Add adapters to their base: plain weights.
 
-    base + scale * b a is computed in float64 and rounded to float32.
+    base + scale * b a is computed in float64 and rounded to float32, on the host, layer by layer.
 
     An FP8 base is what the adapters were trained on, so it is that base, dequantized, that they are
     added to. A norm that was trained takes its place. A policy without adapters and quantized
     weights comes back as it is.
 
     Args:
-        policy: layers stacked, every shard addressable by this process.
+        policy: layers stacked. Where processes share it, all of them call this together.
+        mesh: where each stack goes before the next one is made; default: they stay on the host.
     """
-
-    def unpacked(base: Weight | WeightRuns) -> np.ndarray:
-        if isinstance(base, WeightRuns):
-            return np.concatenate([unpacked(part) for part in base.parts])
-        quantized = isinstance(base.value, QTensor)
-        return np.asarray(
-            dequantize(jax.tree.map(jnp.asarray, base.value)) if quantized else base.value
-        )
 
     def plain(name: str, weight: Weight | WeightRuns | Adapted) -> Weight:
         if isinstance(weight, TrainedWeight):
             return Weight(weight.value, weight.axes)
-        value = unpacked(weight.base if isinstance(weight, Adapted) else weight)
-        if isinstance(weight, Adapted):
-            value = _add(
-                value,
-                np.asarray(weight.adapter.a.value),
-                np.asarray(weight.adapter.b.value),
-                weight.adapter.scale,
-            )
-        return Weight(value, tensor_specs(policy.config)[f"layers.{name}"][1])
+        shape, axes = tensor_specs(policy.config)[f"layers.{name}"]
+        stack = np.empty(shape, np.float32)
+        for i in range(shape[0]):
+            entry = to_host(entry_of(weight, i, take_entry))
+            if isinstance(entry, Adapted):
+                stack[i] = added(unpacked(entry.base), entry.adapter)
+            else:
+                stack[i] = unpacked(entry)
+        made = Weight(stack, axes)
+        return made if mesh is None else shard_policy(made, mesh)
 
     tensors = policy.stack.tensors()
     changed = {
@@ -329,11 +326,21 @@ def merge(policy: Policy) -> Policy:
     return changed_policy(policy, layers=Layer(tensors | changed), norm=norm)
 
 
-def _add(base: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
+def unpacked(weight: Weight) -> np.ndarray:
+    """Give a weight of host arrays as one array, dequantized where it is quantized."""
+    quantized = isinstance(weight.value, QTensor)
+    return np.asarray(
+        dequantize(jax.tree.map(jnp.asarray, weight.value)) if quantized else weight.value
+    )
+
+
+def added(base: np.ndarray, adapter: Adapter) -> np.ndarray:
+    """Add an adapter to a base [..., out, in] in host memory, as `merge` does."""
+    a, b = unpacked(adapter.a), unpacked(adapter.b)
     out = np.empty(base.shape, np.float32)
     # a matrix at a time: in float64 all would be twice the float32 model
     for i in np.ndindex(base.shape[:-2]):
-        out[i] = base[i].astype(np.float64) + scale * (
+        out[i] = base[i].astype(np.float64) + adapter.scale * (
             b[i].astype(np.float64) @ a[i].astype(np.float64)
         )
     return out

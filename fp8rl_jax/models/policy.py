@@ -483,15 +483,17 @@ def _cut(policy: Policy, layer: int, take: Callable) -> Layer:
     for name, weight in policy.stack.tensors().items():
         layers = stack_of(policy.config, name)
         if layer in layers:
-            cut[name] = _cut_weight(weight, layers.index(layer), take)
+            cut[name] = entry_of(weight, layers.index(layer), take)
     return Layer(cut)
 
 
-def _cut_weight(weight: Any, place: int, take: Callable) -> Any:
+def entry_of(weight: Any, place: int, take: Callable) -> Any:
+    """Cut an entry out of a tensor's stack, each array as take(array, place in it)."""
+
     def cut(x):
         if not _is_runs(x):
             return take(x, place)
         number, inner = _part_of(x, place)
-        return _cut_weight(x.parts[number], inner, take)
+        return entry_of(x.parts[number], inner, take)
 
     return jax.tree.map(cut, weight, is_leaf=_is_runs)

@@ -14,7 +14,7 @@ from fp8rl_jax.parallel.distributed import (
     to_host,
     told_by_first,
 )
-from fp8rl_jax.parallel.mesh import AXES, make_mesh
+from fp8rl_jax.parallel.mesh import AXES, make_mesh, mesh_text
 from fp8rl_jax.parallel.placement import (
     batch_sharding,
     batch_shards,
@@ -24,6 +24,7 @@ from fp8rl_jax.parallel.placement import (
     replicated,
     shard_policy,
     split_batch,
+    take_entry,
 )
 from fp8rl_jax.parallel.rules import (
     DECODE_RULES,
@@ -60,6 +61,7 @@ __all__ = [
     "left_to_xla",
     "make_mesh",
     "marks",
+    "mesh_text",
     "mixed",
     "place_hash",
     "placed_shapes",
@@ -71,6 +73,7 @@ __all__ = [
     "split_batch",
     "splitting_axes",
     "sum_over_processes",
+    "take_entry",
     "to_global",
     "to_host",
     "told_by_first",

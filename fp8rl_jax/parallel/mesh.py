@@ -41,6 +41,17 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     )
 
 
+def mesh_text(mesh: Mesh) -> str:
+    """Write where a run is, such as "fsdp 2 x tensor 2 (4 devices, 2 processes)"."""
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+    processes = len({device.process_index for device in mesh.devices.flat})
+    counts = (
+        f"{count} {noun}{ending * (count > 1)}"
+        for count, noun, ending in ((mesh.size, "device", "s"), (processes, "process", "es"))
+    )
+    return f"{axes} ({', '.join(counts)})".strip()
+
+
 def axis_sizes(config: MeshConfig, devices: int) -> tuple[int, ...]:
     """Find the sizes of AXES for so many devices; raises UserError as `make_mesh`."""
     sizes = {axis: getattr(config, axis) for axis in AXES}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -48,6 +50,24 @@ def policy_shardings(
 def shard_policy(tree: Any, mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> Any:
     """Place the leaves of `tree` by `policy_shardings`; every process passes the same values."""
     return to_global(tree, policy_shardings(tree, mesh, rules))
+
+
+def take_entry(x: Any, place: int) -> Any:
+    """Take an entry of an array's first axis, on the devices that have the array."""
+    if not isinstance(x, jax.Array):
+        return x[place]
+    sharding = x.sharding
+    if not isinstance(sharding, NamedSharding):
+        return _taking(None)(x, place)
+    return _taking(NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])))(x, place)
+
+
+@cache
+def _taking(sharding: NamedSharding | None) -> Callable[[jax.Array, int], jax.Array]:
+    def take(x: jax.Array, place: int) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(x, place, keepdims=False)
+
+    return jax.jit(take, out_shardings=sharding)
 
 
 def placed_shapes(tree: Any, shardings: Any) -> Any:

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from fp8rl_jax.models.lora import Adapted, TrainedWeight, merge, split
+from fp8rl_jax.models.lora import Adapted, TrainedWeight
 from fp8rl_jax.models.policy import Layer, Policy, WeightRuns
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.precision import Blocks, QTensor, QuantizedWeight
@@ -165,24 +165,29 @@ def kept(before: Sample, after: Sample, dtype: str, weights: Mapping[str, float]
     return _metrics(np.sum(sums, axis=0))["arrived"]
 
 
-def kept_merged(policy: Policy, merged: Policy, dtype: str) -> float:
-    """Find what part of adapters arrives where they are merged into a base that is rounded.
+class MergedSample:
+    """Values of adapted stacks before and after their adapters are merged, taken as these are read
+    (`weights.gathered.See`)."""
 
-    Args:
-        policy: with adapters, on the host.
-        merged: of `merge`.
-        dtype: as of `kept`.
-    """
-    frozen = split(policy)[1]
-    assert frozen is not None
-    base, changed = merge(frozen).stack.tensors(), merged.stack.tensors()
-    found: tuple[Sample, Sample] = ({}, {})
-    for name, weight in policy.stack.tensors().items():
-        if isinstance(weight, Adapted):
-            for sample, tensors in zip(found, (base, changed), strict=True):
-                flat = np.asarray(tensors[name].value, np.float32).reshape(-1)
-                sample[name] = flat[:: max(len(flat) // (64 * PLACES), 1)]
-    return kept(*found, dtype)
+    def __init__(self) -> None:
+        self._found: tuple[dict[str, list[np.ndarray]], ...] = ({}, {})
+
+    def see(self, path: str, entries: int, base: np.ndarray, merged: np.ndarray) -> None:
+        """Take some values of the next entry of a stack: those of every so many in all of it."""
+        before, after = self._found
+        begin = len(before.get(path, ())) * base.size
+        stride = max(entries * base.size // (64 * PLACES), 1)
+        for sample, x in ((before, base), (after, merged)):
+            flat = np.asarray(x, np.float32).reshape(-1)
+            sample.setdefault(path, []).append(flat[-begin % stride :: stride].copy())
+
+    def kept(self, dtype: str) -> float:
+        """Find what part of the adapters arrives where the sum is rounded to `dtype`."""
+        before, after = (
+            {path: np.concatenate(parts) for path, parts in sample.items()}
+            for sample in self._found
+        )
+        return kept(before, after, dtype)
 
 
 def _sums(masters: np.ndarray, served: np.ndarray) -> Float[np.ndarray, 6]:

@@ -28,6 +28,7 @@ from fp8rl_jax.parallel import (
     check_same,
     is_main_process,
     leave_on_failure,
+    mesh_text,
     shared_faults,
     sum_over_processes,
     to_host,
@@ -141,7 +142,8 @@ class Loop:
             reward_log(setup),
             self.supervised,
         )
-        self.settings = setup.fingerprint()
+        # where the arrays are, whoever has found it: -1 and a launcher's count are no answer
+        self.settings = setup.fingerprint() | {"mesh": mesh_text(self.session.mesh)}
         self.changed: list[str] = []
         if config.resume and self.checkpoints.steps():
             self.session.load_saved(*self.checkpoints.restore(self.session.saved(), self._agree))

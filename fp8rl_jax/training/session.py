@@ -41,6 +41,7 @@ from jaxtyping import Array, Float, Key
 from fp8rl_jax import rl, self_test
 from fp8rl_jax.caching import keep_compiled_programs
 from fp8rl_jax.config.files import run_directory
+from fp8rl_jax.config.fingerprint import changes
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.run import RunConfig
@@ -52,7 +53,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.dither import dithered
 from fp8rl_jax.models.lora import has_adapters, join, merge, split
-from fp8rl_jax.models.policy import Policy, cast
+from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import (
     PROGRESS,
     batch_sharding,
@@ -60,6 +61,7 @@ from fp8rl_jax.parallel import (
     check_batch,
     is_main_process,
     make_mesh,
+    mesh_text,
     replicated,
     shard_policy,
     shared_faults,
@@ -67,7 +69,7 @@ from fp8rl_jax.parallel import (
     to_host,
 )
 from fp8rl_jax.precision import check_recipe, is_quantized, unlike_sides
-from fp8rl_jax.rollout.arrival import kept_merged
+from fp8rl_jax.rollout.arrival import MergedSample
 from fp8rl_jax.rollout.engine import (
     PagedEngine,
     Prompts,
@@ -118,7 +120,8 @@ from fp8rl_jax.training.step import (
 )
 from fp8rl_jax.training.stopping import deferred
 from fp8rl_jax.training.text import Text, TextRows
-from fp8rl_jax.weights.load import in_own_codes, rollout_form, save_policy
+from fp8rl_jax.weights.gathered import GatheredTensors
+from fp8rl_jax.weights.load import in_own_codes, rollout_form, write_model
 from fp8rl_jax.weights.peft_format import save_adapters
 from fp8rl_jax.weights.quantized_export import export_form
 
@@ -144,7 +147,6 @@ _LIKELIHOOD: dict[str, Any] = {"rl": RLConfig(), "temperature": 1.0}
 # end
 _mismatch = jax.jit(rl.mismatch_metrics, static_argnames="config")
 _reward_kl = jax.jit(rl.reward_kl, static_argnames="config")
-_cast = jax.jit(cast, static_argnums=(1, 2))
 
 
 class Held(NamedTuple):
@@ -799,28 +801,40 @@ class Session:
                 not exported.
         """
         directory, dtype = Path(directory), dtype or self.config.compute_dtype
-        policy, arrives = to_host(self.weights), 1.0
-        if dtype == "rollout" and has_adapters(policy):
+        policy, adapted, arrives = self._kept, has_adapters(self._kept), 1.0
+        if dtype == "rollout" and adapted:
             raise UserError(
                 "save: the rollout serves a base and adapters beside it; name a format, which "
                 "quantizes both as one"
             )
-        saved = (
-            rollout_form(self.recipe, policy.config, self.config.compute_dtype)
-            if dtype == "rollout"
-            else dtype
-        )
+        compute = self.config.compute_dtype
+        saved = rollout_form(self.recipe, policy.config, compute) if dtype == "rollout" else dtype
         form = export_form(saved)
         source: Any = getattr(self.tokenizer, "directory", self.tokenizer)
-        if form is None and not has_adapters(policy):
-            mantissas = [jnp.finfo(str(each)).nmant for each in (saved, self.config.compute_dtype)]
+        if form is None and not adapted:
+            mantissas = [jnp.finfo(str(each)).nmant for each in (saved, compute)]
             if mantissas[0] < mantissas[1] and self.engine.arrival is not None:
                 arrives = self.engine.arrival.kept(self.weights, str(saved))
+        # the number that both sides quantize, or multiply
+        rounds = saved == compute or (form and self.recipe.weight_source == "compute")
+        sample = MergedSample() if form is None and adapted else None
+        tensors = GatheredTensors(
+            policy,
+            masters=True,
+            compute=jnp.dtype(compute) if rounds else None,
+            rounding=self.recipe.weight_rounding,
+            see=None if sample is None else sample.see,
+        )
+        with tensors.gathered() as here:
+            if here:
+                write_model(directory, policy.config, tensors, source, saved)
+        parts, base = split(policy)
+        if base is not None:
+            parts = to_host(split(self.weights)[0])
         with shared_faults():
             if is_main_process():
-                whole = merge(policy)
-                if form is None and has_adapters(policy):
-                    arrives = kept_merged(policy, whole, dtype)
+                if sample is not None:
+                    arrives = sample.kept(dtype)
                 if arrives < _KEPT:
                     _log.warning(
                         "%s: %.0f %% of what was learned since the start is left in %s, the rest "
@@ -829,17 +843,11 @@ class Session:
                         100 * arrives,
                         dtype,
                         "the adapters beside it have all of it"
-                        if has_adapters(policy)
+                        if adapted
                         else 'dtype = "float32" keeps all of it',
                     )
-                compute = self.config.compute_dtype
-                # the number that both sides quantize, or multiply
-                if saved == compute or (form and self.recipe.weight_source == "compute"):
-                    whole = _cast(whole, jnp.dtype(compute), self.recipe.weight_rounding)
                 for line in form.remarks(policy.config) if form else ():
                     _log.warning("%s: %s", directory, line)
-                save_policy(whole, directory, source, saved)
-                parts, base = split(policy)
                 if base is not None:
                     assert isinstance(parts, dict)  # adapters
                     where = directory / "adapter" if adapters is None else Path(adapters)
@@ -858,7 +866,8 @@ class Session:
         """
         checkpoints = Checkpoints(Path(directory), CheckpointConfig())
         try:
-            checkpoints.save(self.step, self.saved(), {"recipe": self.recipe.name})
+            about = {"recipe": self.recipe.name, "mesh": mesh_text(self.mesh)}
+            checkpoints.save(self.step, self.saved(), about)
         finally:
             checkpoints.close()
 
@@ -881,6 +890,9 @@ class Session:
                     f"session of {self.recipe.name!r}; make it with recipe = {recipe!r}, or go on "
                     "from that session's weights (state and load, or save and fp8rl.load)"
                 )
+            here = {"mesh": mesh_text(self.mesh)}
+            for line in changes({"mesh": before["mesh"]}, here) if "mesh" in before else ():
+                _log.warning("resumed with a change: %s", line)
 
         checkpoints = Checkpoints(directory, CheckpointConfig())
         try:

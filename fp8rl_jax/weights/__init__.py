@@ -2,6 +2,7 @@
 
 load              a policy and its tokenizer, from and to a Hugging Face directory
 resolve           what names a model -> a Hugging Face directory on this machine
+gathered          a policy's tensors on the host, one at a time, from its shards
 hf_directory      a Hugging Face directory's tensors <-> numpy arrays, every one accounted for
 hf_config         config.json <-> PolicyConfig
 hf_names          Hugging Face's names of tensors <-> the policy's

@@ -13,8 +13,9 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -39,12 +40,15 @@ from fp8rl_jax.weights.quantized_export import (
     check_form,
     export_form,
     quantization_config,
+    quantized_kinds,
     quantized_tensors,
 )
 from fp8rl_jax.weights.safetensors_io import (
     INDEX_FILE,
     SHARD_BYTES,
     Checkpoint,
+    Kind,
+    Kinds,
     count_non_finite,
     is_weights_file,
     read_checkpoint,
@@ -72,6 +76,22 @@ TOKENIZER_FILES = (
 )
 
 
+Span = tuple[tuple[int, int], ...]
+"""A part of an array: begin and end along each axis."""
+
+
+class Stack(Protocol):
+    """What an export reads of an array: a tensor at a time, in the order of `hf_tensors`."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, index: tuple[int, ...], /) -> np.ndarray: ...
+
+
 @dataclass(frozen=True)
 class ModelFiles:
     """The tensors of a Hugging Face directory, each with its place in the policy; nothing has been
@@ -95,24 +115,67 @@ class ModelFiles:
     linears: Mapping[str, StoredLinear]
     dtypes: Mapping[str, np.dtype]
 
-    def arrays(self, without: Collection[str] = ()) -> dict[str, np.ndarray]:
-        """Read the policy's arrays as `load_policy_arrays` gives them, but those of some paths.
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Read the policy's arrays as `load_policy_arrays` gives them.
 
         Raises:
             UserError: a tensor that is not finite.
         """
         shapes = parameter_shapes(self.config)
-        dtypes = {path: dtype for path, dtype in self.dtypes.items() if path not in without}
-        arrays = {path: np.empty(shapes[path], dtype) for path, dtype in dtypes.items()}
+        arrays = {path: np.empty(shapes[path], dtype) for path, dtype in self.dtypes.items()}
         for name, stored in self.expected.items():
-            if all(place.path in without for place in stored.places):
-                continue
             tensor = self._tensor(name)
             parts = np.split(tensor, len(stored.places), axis=max(tensor.ndim - 2, 0))
             for location, part in zip(stored.places, parts, strict=True):
-                if location.path in arrays:
-                    arrays[location.path][location.index] = part
+                arrays[location.path][location.index] = part
         return arrays
+
+    def parts(self, path: str, spans: Collection[Span]) -> dict[Span, np.ndarray]:
+        """Read parts of one of the policy's arrays, in the dtype of `arrays`.
+
+        Of the files their ranges alone are read. A quantized tensor of which anything is wanted is
+        read whole.
+
+        Args:
+            spans: of the array, as many places as it has axes.
+
+        Raises:
+            UserError: a tensor that is not finite where it was read.
+        """
+        found = {
+            span: np.empty([stop - start for start, stop in span], self.dtypes[path])
+            for span in spans
+        }
+        for name, i, location in self._places[path]:
+            count = len(location.index)
+            wanted = {
+                span: part
+                for span, part in found.items()
+                if all(a <= j < b for j, (a, b) in zip(location.index, span, strict=False))
+            }
+            if not wanted:
+                continue
+            matrices = len(self.expected[name].places)
+            tensor = self._tensor(name) if name in self.linears else self.checkpoint.tensors[name]
+            tensor = np.split(tensor, matrices, axis=max(tensor.ndim - 2, 0))[i]
+            for span, part in wanted.items():
+                values = read_range(tensor, span[count:])
+                if count_non_finite(values):
+                    self._tensor(name)  # says how many in all
+                begins = (a for a, _ in span)
+                at = tuple(j - a for j, a in zip(location.index, begins, strict=False))
+                part[at] = values
+        return found
+
+    @cached_property
+    def _places(self) -> dict[str, list[tuple[str, int, Location]]]:
+        """Of each array the tensors that hold some of it: the i-th matrix of each, and where it
+        is."""
+        found: dict[str, list[tuple[str, int, Location]]] = {}
+        for name, stored in self.expected.items():
+            for i, location in enumerate(stored.places):
+                found.setdefault(location.path, []).append((name, i, location))
+        return found
 
     def codes(self, formats: Mapping[str, TensorFormat]) -> dict[str, Codes]:
         """Read what the files hold of quantized linears, without rounding anything.
@@ -150,6 +213,11 @@ class ModelFiles:
         self._tensor(name)  # for its refusals
         values, scales = (np.split(x, count, axis=-2)[i] for x in codes[:2])
         return Codes(values, scales, codes.outer)
+
+
+def read_range(tensor: np.ndarray, span: Span) -> np.ndarray:
+    """Read a part of a mapped tensor: of whole rows nothing beside it comes from the file."""
+    return np.ascontiguousarray(tensor[tuple(slice(*ends) for ends in span)])
 
 
 def _stacked(parts: Mapping[tuple[int, ...], Codes]) -> Codes:
@@ -304,7 +372,7 @@ def _check_tied_head(config: PolicyConfig, checkpoint: Checkpoint) -> None:
 def export_policy(
     directory: str | Path,
     config: PolicyConfig,
-    arrays: Mapping[str, np.ndarray] | None,
+    arrays: Mapping[str, Stack] | None,
     dtype: str | ExportForm = "bfloat16",
     tokenizer_from: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -318,8 +386,8 @@ def export_policy(
     Args:
         directory: made when it isn't there.
         config: the policy's config.
-        arrays: as `load_policy_arrays` gives them, [L, ...] for layers, any float dtype; None: all
-            but the weights is written.
+        arrays: as `load_policy_arrays` gives them, [L, ...] for layers, any float dtype, or what
+            reads like them, one tensor after the other; None: all but the weights is written.
         dtype: "bfloat16" or "float16" (rounded to nearest even), "float32", or what
             `quantized_export.export_form` reads: linears quantized from `arrays` as they are, and
             the rest in bfloat16.
@@ -354,8 +422,9 @@ def export_policy(
             staging = Path(staging_name)
             weights = []
             if arrays is not None:
+                kinds = export_kinds(config, arrays, dtype)
                 tensors = converted_tensors(directory, config, arrays, dtype)
-                weights = write_checkpoint(staging, tensors, shard_bytes)
+                weights = write_checkpoint(staging, kinds, tensors, shard_bytes)
             _write_json(staging / "config.json", hf_config)
             _write_json(
                 staging / "generation_config.json",
@@ -397,9 +466,7 @@ def lost_in(arrays: Mapping[str, np.ndarray], dtype: str | ExportForm) -> float:
     return rounded / size
 
 
-def _check_parameters(
-    directory: Path, config: PolicyConfig, flat: Mapping[str, np.ndarray]
-) -> None:
+def _check_parameters(directory: Path, config: PolicyConfig, flat: Mapping[str, Stack]) -> None:
     shapes = parameter_shapes(config)
     if missing := sorted(shapes.keys() - flat.keys()):
         raise UserError(f"{directory}: not exported; parameters are missing: {listing(missing)}")
@@ -415,8 +482,26 @@ def _check_parameters(
             )
 
 
+def export_kinds(
+    config: PolicyConfig, flat: Mapping[str, Stack], dtype: str | ExportForm
+) -> Iterator[Kinds]:
+    """Say of what kind the tensors of `converted_tensors` are, before any of them is made."""
+    form, quantized = export_form(dtype), {}
+    for name, location in hf_tensors(config).items():
+        made = Kind(export_dtype(location, dtype, flat[location.path].dtype), location.shape)
+        if form is None or not form.holds(location):
+            yield {name: made}
+            continue
+        if made not in quantized:
+            quantized[made] = quantized_kinds(made.shape, made.dtype, form)
+        scale = form.input_scale(location, name.removesuffix(".weight"))
+        yield {name + part: kind for part, kind in quantized[made].items()} | {
+            name: Kind(x.dtype, x.shape) for name, x in scale.items()
+        }
+
+
 def converted_tensors(
-    directory: Path, config: PolicyConfig, flat: Mapping[str, np.ndarray], dtype: str | ExportForm
+    directory: Path, config: PolicyConfig, flat: Mapping[str, Stack], dtype: str | ExportForm
 ) -> Iterator[dict[str, np.ndarray]]:
     """Make an export's tensors, one of the policy's at a time: itself, or its quantized values and
     their scales.

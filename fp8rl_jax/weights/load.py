@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +16,7 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
 from fp8rl_jax.config.formats import TensorFormat
@@ -30,16 +31,18 @@ from fp8rl_jax.models.policy import (
     build_policy,
     init_policy,
     linear_names,
+    tensor_specs,
     with_layers,
 )
-from fp8rl_jax.models.tensors import parameter_shapes
-from fp8rl_jax.parallel import DEFAULT_RULES, to_global
+from fp8rl_jax.parallel import DEFAULT_RULES, shard_policy
 from fp8rl_jax.precision import QTensor, format_of, is_quantized, quantized_layers
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from fp8rl_jax.weights.block_fp8 import SCALE_SUFFIX
+from fp8rl_jax.weights.gathered import GatheredTensors
 from fp8rl_jax.weights.hf_directory import (
     ModelFiles,
+    Stack,
     export_dtype,
     export_policy,
     open_files,
@@ -105,7 +108,9 @@ def load_policy(
         held: formats of stacks of linears, by path ("layers.q_proj.weight"); where the files have
             them all in that format they are QTensors of the files' own codes.
         mesh: each tensor goes from the host to its places on the mesh, so that no device has to
-            hold a whole model; every process passes the same. Default: all to the default device.
+            hold a whole model; every process passes the same, and reads ranges of the files that
+            together are what its devices hold, but quantized tensors whole. Default: all to the
+            default device.
 
     Raises:
         UserError: whatever `load_policy_arrays` refuses, a value that `dtype` cannot hold, and a
@@ -113,33 +118,67 @@ def load_policy(
     """
     dtype, held = jnp.dtype(dtype), held or {}
     files = open_files(directory)
-    codes = _own_codes(files, held)
-    arrays = files.arrays(codes.keys())
+    codes = _own_codes(files, held, mesh)
 
     def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Array | QTensor:
         if (path := f"{name}.weight") in codes:
             return codes[path]
-        # popped, so that the host holds one copy of what is already on the device
-        source = arrays.pop(path)
+        whole = tuple((0, side) for side in shape)
+        if mesh is None:
+            return jnp.asarray(converted(path, files.parts(path, [whole])[whole]))
+        place = NamedSharding(mesh, DEFAULT_RULES.spec(axes, shape, mesh, path))
+        near = _in_rows(place, shape)
+        spans = {
+            device: tuple(x.indices(side)[:2] for x, side in zip(index or (), shape, strict=True))
+            for device, index in near.addressable_devices_indices_map(shape).items()
+        }
+        parts = files.parts(path, {*spans.values()})
+        for span in parts:
+            parts[span] = converted(path, parts[span])
+        shards = [jax.device_put(parts[span], device) for device, span in spans.items()]
+        x = jax.make_array_from_single_device_arrays(shape, near, shards)
+        return x if near == place else _moved(place)(x)
+
+    def converted(path: str, source: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore"):
-            converted = source.astype(dtype, copy=False)
+            values = source.astype(dtype, copy=False)
         if (
-            converted.dtype.itemsize < source.dtype.itemsize
-            and not np.isfinite(converted.astype(np.float32)).all()
+            values.dtype.itemsize < source.dtype.itemsize
+            and not np.isfinite(values.astype(np.float32)).all()
         ):
             raise UserError(
-                f"{directory}: values of {path} overflow {converted.dtype}; load it as "
-                f"{source.dtype}"
+                f"{directory}: values of {path} overflow {dtype}; load it as {source.dtype}"
             )
-        if mesh is None:
-            return jnp.asarray(converted)
-        place = NamedSharding(mesh, DEFAULT_RULES.spec(axes, shape, mesh, path))
-        return to_global(converted, place)
+        return values
 
     policy = build_policy(files.config, tensor)
     if files.layout is not None and not held:
         _files[policy] = files
     return policy
+
+
+def _in_rows(place: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """Split a tensor's rows where its columns are split.
+
+    A part of the columns lies in every page of a file, and rows lie together. They are exchanged
+    between devices then; where there are too few of them, it stays `place`.
+    """
+    if len(shape) < 2:
+        return place
+    *leading, rows, columns = (
+        (entry,) if isinstance(entry, str) else entry or ()
+        for entry in (*place.spec, *[None] * (len(shape) - len(place.spec)))
+    )
+    sizes = place.mesh.shape
+    split = prod(sizes[axis] for axis in columns)
+    if split == 1 or shape[-2] % (split * prod(sizes[axis] for axis in rows)):
+        return place
+    return NamedSharding(place.mesh, PartitionSpec(*leading, (*rows, *columns), None))
+
+
+@cache
+def _moved(place: NamedSharding) -> Callable[[Array], Array]:
+    return jax.jit(lambda x: x, out_shardings=place)
 
 
 def in_own_codes(policy: Policy, held: Mapping[str, TensorFormat]) -> Policy:
@@ -184,9 +223,11 @@ def _name(path: str) -> str:
     return path.removeprefix("layers.").removesuffix(".weight")
 
 
-def _own_codes(files: ModelFiles, held: Mapping[str, TensorFormat]) -> dict[str, QTensor]:
+def _own_codes(
+    files: ModelFiles, held: Mapping[str, TensorFormat], mesh: Mesh | None = None
+) -> dict[str, QTensor]:
     """What the files hold, by path; and a line about what they hold otherwise."""
-    codes, shapes = files.codes(held), parameter_shapes(files.config)
+    codes, specs = files.codes(held), tensor_specs(files.config)
     if files.layout is not None and (anew := [path for path in held if path not in codes]):
         _log.warning(
             "%s: %s stored as %s, not as the %s that the base is to rest in: quantized anew, which "
@@ -199,8 +240,13 @@ def _own_codes(files: ModelFiles, held: Mapping[str, TensorFormat]) -> dict[str,
     found = {}
     for path in [*codes]:
         # popped, so that the host holds one copy of what is already on the device
-        values, scales, outer = jax.tree.map(jnp.asarray, codes.pop(path))
-        found[path] = QTensor(values, scales, format_of(held[path], shapes[path]), outer)
+        own: Any = codes.pop(path)
+        shape, axes = specs[path.removesuffix(".weight")]
+        own = QTensor(own.values, own.scales, format_of(held[path], shape), own.outer)
+        if mesh is None:
+            found[path] = jax.tree.map(jnp.asarray, own)
+        else:
+            found[path] = shard_policy(Weight(own, axes), mesh).value
     return found
 
 
@@ -247,18 +293,6 @@ def byte_policy(seed: int = 0, **sizes: Any) -> tuple[Policy, ByteTokenizer]:
     return init_policy(
         byte_policy_config(InitConfig(**sizes)), jax.random.key(seed)
     ), ByteTokenizer()
-
-
-def policy_arrays(policy: Policy) -> dict[str, np.ndarray]:
-    """Fetch the weights as numpy arrays, as `load_policy_arrays` gives them.
-
-    Args:
-        policy: plain arrays, layers stacked, every shard addressable by this process.
-
-    Raises:
-        ValueError: the policy is a rollout's: its layers are unrolled or quantized.
-    """
-    return {name: np.asarray(value) for name, value in jax.device_get(_parameters(policy)).items()}
 
 
 def rollout_form(recipe: Recipe, config: PolicyConfig, dtype: str) -> str | ExportForm:
@@ -331,16 +365,14 @@ def _converted(
 def _parameters(policy: Policy) -> dict[str, Any]:
     """Arrays by the paths of `parameter_shapes`."""
     if not policy.stacked:
-        raise ValueError("policy_arrays: the layers are unrolled; export the trainer's policy")
+        raise ValueError("the layers are unrolled; export the trainer's policy")
     weights = {"embed_tokens": policy.embed_tokens, "norm": policy.norm, "lm_head": policy.lm_head}
     weights |= {f"layers.{name}": weight for name, weight in policy.stack.tensors().items()}
     flat = {
         f"{name}.weight": weight.value for name, weight in weights.items() if weight is not None
     }
     if quantized := [name for name, value in flat.items() if is_quantized(value)]:
-        raise ValueError(
-            f"policy_arrays: {', '.join(quantized)} are quantized; export the trainer's policy"
-        )
+        raise ValueError(f"{', '.join(quantized)} are quantized; export the trainer's policy")
     return flat
 
 
@@ -349,19 +381,18 @@ def save_policy(
     directory: str | Path,
     tokenizer: str | Path | ByteTokenizer | None = None,
     dtype: str | ExportForm = "bfloat16",
-    weights: bool = True,
 ) -> Path:
-    """Write the policy as a Hugging Face directory.
+    """Write the policy as a Hugging Face directory, one layer of one tensor at a time.
 
-    A failure leaves an earlier export in `directory` as it was.
+    A failure leaves an earlier export in `directory` as it was. Where processes share the policy,
+    all of them call it together, and the first writes.
 
     Args:
-        policy: see `policy_arrays`.
+        policy: plain arrays, layers stacked.
         directory: made when it isn't there.
         tokenizer: a directory whose tokenizer files are copied, the byte-level tokenizer, or None
             for a model of token ids.
         dtype: as of `export_policy`.
-        weights: or all but them.
 
     Returns:
         `directory`.
@@ -369,9 +400,29 @@ def save_policy(
     Raises:
         UserError: whatever `export_policy` refuses.
     """
-    arrays = policy_arrays(policy) if weights else None
+    _parameters(policy)  # for its refusals
+    tensors = GatheredTensors(policy)
+    with tensors.gathered() as here:
+        if here:
+            write_model(directory, policy.config, tensors, tokenizer, dtype)
+    return Path(directory)
+
+
+def write_model(
+    directory: str | Path,
+    config: PolicyConfig,
+    tensors: Mapping[str, Stack] | None,
+    tokenizer: str | Path | ByteTokenizer | None = None,
+    dtype: str | ExportForm = "bfloat16",
+) -> Path:
+    """Write a Hugging Face directory, as `export_policy` does, with a tokenizer of ours or another.
+
+    Args:
+        tensors: as `arrays` there.
+        tokenizer: as of `save_policy`.
+    """
     if not isinstance(tokenizer, ByteTokenizer):
-        return export_policy(directory, policy.config, arrays, dtype, tokenizer)
+        return export_policy(directory, config, tensors, dtype, tokenizer)
     with tempfile.TemporaryDirectory(prefix="fp8rl-tokenizer-") as files:
         tokenizer.save(files)
-        return export_policy(directory, policy.config, arrays, dtype, files)
+        return export_policy(directory, config, tensors, dtype, files)

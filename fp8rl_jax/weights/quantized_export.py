@@ -37,6 +37,7 @@ from fp8rl_jax.models.tensors import of_kind
 from fp8rl_jax.weights.block_fp8 import SCALE_SUFFIX, unaligned_linears
 from fp8rl_jax.weights.hf_names import Location, hf_tensors
 from fp8rl_jax.weights.layouts import BLOCK, FORMATS, LAYOUT_OF, VERSIONS
+from fp8rl_jax.weights.safetensors_io import Kind
 from fp8rl_jax.weights.stored_linears import pack_e2m3, pack_integers
 
 Library = Literal["deepseek", "compressed-tensors", "modelopt"]
@@ -256,6 +257,12 @@ def quantized_tensors(name: str, weight: np.ndarray, form: ExportForm) -> dict[s
     return {place: values, f"{name}_scale": scales} | {
         name + part: tensor for part, tensor in beside.items()
     }
+
+
+def quantized_kinds(shape: tuple[int, ...], dtype: np.dtype, form: ExportForm) -> dict[str, Kind]:
+    """Find what `quantized_tensors` makes of a weight, by what follows its name."""
+    made = quantized_tensors("", np.zeros(shape, dtype), form)
+    return {part: Kind(tensor.dtype, tensor.shape) for part, tensor in made.items()}
 
 
 def _reciprocal(name: str, outer: np.ndarray) -> np.ndarray:

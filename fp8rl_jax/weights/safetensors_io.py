@@ -4,7 +4,8 @@ The layout is 8 bytes with the header's length (little-endian), a JSON header
 `{"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...}`, and the tensors'
 bytes, back to back. Reading is ours, because the library has no FP8 for numpy. Every rule of the
 format is checked before an array is handed out, so a truncated download or a flipped bit in the
-header is an error here and not a strange number later.
+header is an error here and not a strange number later. Writing is ours, because the library wants
+all tensors of a file at once; the bytes are those that it writes.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-import safetensors
-import safetensors.numpy
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.json_fields import read_json
@@ -50,6 +50,12 @@ DTYPES: dict[str, np.dtype] = {
     }.items()
 }
 
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ORDER = (
+    *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
+    *("F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
+)
+"""Of the tensors in a file that the library writes; those of one dtype come by their names."""
 _SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -135,15 +141,34 @@ def read_checkpoint(directory: str | Path) -> Checkpoint:
     return checkpoint
 
 
+class Kind(NamedTuple):
+    """What a tensor is, without its values."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in a file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Kinds = dict[str, Kind]
+
+
 def write_checkpoint(
-    directory: Path, groups: Iterable[dict[str, np.ndarray]], shard_bytes: int = SHARD_BYTES
+    directory: Path,
+    kinds: Iterable[Kinds],
+    groups: Iterable[dict[str, np.ndarray]],
+    shard_bytes: int = SHARD_BYTES,
 ) -> tuple[str, ...]:
-    """Write tensors into an existing, empty directory.
+    """Write tensors into an existing, empty directory, one group after the other.
 
     Args:
-        directory: where to write; no more than one shard is held in memory beside what `groups`
-            holds itself.
-        groups: tensors by name, in groups that stay in one file (a weight and its scale).
+        directory: where to write.
+        kinds: of the tensors of each group.
+        groups: tensors by name, in groups that stay in one file (a weight and its scale). No more
+            than one is held here.
         shard_bytes: a new file begins with the group that would make the file larger than this. One
             file in all gets the plain name and no index.
 
@@ -154,10 +179,11 @@ def write_checkpoint(
         UserError: the disk is full, or a file cannot be written for another reason that the system
             gives.
     """
-    parts = [
-        _write_part(directory, number, shard)
-        for number, shard in enumerate(_shards(groups, shard_bytes))
-    ]
+    groups, parts = iter(groups), list[Kinds]()
+    for number, several in enumerate(_shards(kinds, shard_bytes)):
+        parts.append({name: kind for group in several for name, kind in group.items()})
+        # under a name that does not yet say how many there are
+        _write(directory / f"part-{number}", parts[-1], islice(groups, len(several)))
     if len(parts) == 1:
         os.replace(directory / "part-0", directory / _SINGLE_FILE)
         return (_SINGLE_FILE,)
@@ -166,10 +192,9 @@ def write_checkpoint(
     ]
     for number, file in enumerate(files):
         os.replace(directory / f"part-{number}", directory / file)
-    weight_map = {
-        name: file for file, (names, _) in zip(files, parts, strict=True) for name in names
-    }
-    index = {"metadata": {"total_size": sum(size for _, size in parts)}, "weight_map": weight_map}
+    weight_map = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+    total = sum(_nbytes(part) for part in parts)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return (*files, INDEX_FILE)
 
@@ -222,26 +247,64 @@ def write_safetensors(path: str | Path, tensors: dict[str, np.ndarray]) -> None:
         UserError: the disk is full, or the file cannot be written for another reason that the
             system gives.
     """
-    path = Path(path)
-    # The library writes the memory behind the pointer, whatever the strides say.
-    dense = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
+    kinds = {name: Kind(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    _write(Path(path), kinds, [tensors])
+
+
+def _write(
+    path: Path, kinds: Mapping[str, Kind], groups: Iterable[Mapping[str, np.ndarray]]
+) -> None:
+    """Write a file of tensors that come in any order."""
+    header, starts = _header(kinds)
     try:
         handle, temporary = tempfile.mkstemp(
             prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
         )
-        os.close(handle)
         try:
-            safetensors.numpy.save_file(dense, temporary, metadata={"format": "pt"})
-            with open(temporary, "rb+") as file:
-                os.fsync(file.fileno())
+            with open(handle, "wb", buffering=0) as file:
+                _write_all(file.fileno(), header, 0)
+                for group in groups:
+                    for name, tensor in group.items():
+                        assert Kind(tensor.dtype, tensor.shape) == kinds[name], name
+                        values = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+                        _write_all(file.fileno(), values.data, starts[name])
+                os.fsync(handle)
             os.chmod(temporary, 0o644)
             os.replace(temporary, path)
         finally:
             Path(temporary).unlink(missing_ok=True)
-    except (OSError, safetensors.SafetensorError) as error:
+    except OSError as error:
         raise UserError(
             f"{path}: cannot be written ({error}); free some space or choose another place"
         ) from None
+
+
+def _write_all(handle: int, data: bytes | memoryview, place: int) -> None:
+    """Write bytes at a place: the system takes 2 GB at a time."""
+    view = memoryview(data)
+    while len(view):
+        written = os.pwrite(handle, view, place)
+        view, place = view[written:], place + written
+
+
+def _header(kinds: Mapping[str, Kind]) -> tuple[bytes, dict[str, int]]:
+    """What a file begins with, and where each tensor begins in it."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts, end = {}, 0
+    for name in sorted(kinds, key=lambda name: (_ORDER.index(_NAMES[kinds[name].dtype]), name)):
+        starts[name], end = end, end + kinds[name].nbytes
+        entries[name] = {
+            "dtype": _NAMES[kinds[name].dtype],
+            "shape": list(kinds[name].shape),
+            "data_offsets": [starts[name], end],
+        }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
+    return (
+        len(text).to_bytes(8, "little") + text,
+        {name: begin + start for name, start in starts.items()},
+    )
 
 
 def is_weights_file(name: str) -> bool:
@@ -367,28 +430,18 @@ def _naturals(values: Any) -> bool:
     )
 
 
-def _shards(
-    groups: Iterable[dict[str, np.ndarray]], shard_bytes: int
-) -> Iterator[dict[str, np.ndarray]]:
-    shard: dict[str, np.ndarray] = {}
+def _shards(kinds: Iterable[Kinds], shard_bytes: int) -> Iterator[list[Kinds]]:
+    shard: list[Kinds] = []
     filled = 0
-    for group in groups:
+    for group in kinds:
         size = _nbytes(group)
         if shard and filled + size > shard_bytes:
             yield shard
-            shard, filled = {}, 0
-        shard.update(group)
+            shard, filled = [], 0
+        shard.append(group)
         filled += size
     yield shard
 
 
-def _write_part(
-    directory: Path, number: int, shard: dict[str, np.ndarray]
-) -> tuple[list[str], int]:
-    """Names and bytes of a shard, written under a name that does not yet say how many there are."""
-    write_safetensors(directory / f"part-{number}", shard)
-    return list(shard), _nbytes(shard)
-
-
-def _nbytes(tensors: dict[str, np.ndarray]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
+def _nbytes(kinds: Kinds) -> int:
+    return sum(kind.nbytes for kind in kinds.values())

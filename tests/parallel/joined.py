@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.forward import forward
+from fp8rl_jax.models.policy import Weight, changed_policy
 from fp8rl_jax.parallel import (
     batch_sharding,
     check_same,
@@ -38,7 +40,11 @@ from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.distributed import play_distributed, score_distributed
 from fp8rl_jax.tasks.episodes import Episode
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
+from fp8rl_jax.weights import hf_directory
+from fp8rl_jax.weights.load import load_policy, save_policy
 from pallas_kernels.backend import refuse_hopper, resolve, tracing_for
+
+AXES = "vocab", "embed"
 
 
 def loss(policy, tokens):
@@ -134,6 +140,46 @@ def played() -> dict:
     }
 
 
+def exported(policy, placed, mesh) -> dict:
+    """An export of a policy that the processes share: the files that this one finds, whether their
+    bytes are those of one's own, and what all say where the first tensor is not finite."""
+    broken = changed_policy(policy, embed_tokens=Weight(policy.embed_tokens.value * np.nan, AXES))
+    with TemporaryDirectory() as name, jax.set_mesh(mesh):
+        own = save_policy(policy, Path(name, "own"), dtype="fp8-block")
+        shared = save_policy(placed, Path(name, "shared"), dtype="fp8-block")
+        found = sorted(file.name for file in shared.iterdir()) if shared.exists() else []
+        same = [(own / file).read_bytes() == (shared / file).read_bytes() for file in found]
+        try:
+            save_policy(shard_policy(broken, mesh), Path(name, "broken"))
+            said = ""
+        except UserError as error:
+            said = str(error).removeprefix(f"{name}/")
+    return {"files": found, "same": all(same), "said": said.rpartition(": ")[2]}
+
+
+def read(policy, placed, mesh) -> dict:
+    """Bytes of a model's files that this process reads for its devices, of how many, and whether
+    what comes of them is `placed`."""
+    counted, whole = [], hf_directory.read_range
+
+    def seen(tensor, span):
+        values = whole(tensor, span)
+        counted.append(values.nbytes)
+        return values
+
+    with TemporaryDirectory() as name:
+        save_policy(policy, name, dtype="float32")
+        hf_directory.read_range = seen
+        found = load_policy(name, mesh=mesh)
+        hf_directory.read_range = whole
+    pairs = [*zip(*map(jax.tree.leaves, (found, placed)), strict=True)]
+    return {
+        "bytes": sum(counted),
+        "placed": all(a.sharding == b.sharding for a, b in pairs),
+        "same": all(np.array_equal(to_host(a), to_host(b)) for a, b in pairs),
+    }
+
+
 def main(coordinator: str, num_processes: int, process_id: int) -> None:
     config = MeshConfig(
         1, -1, 2, coordinator=coordinator, num_processes=num_processes, process_id=process_id
@@ -182,6 +228,8 @@ def main(coordinator: str, num_processes: int, process_id: int) -> None:
                 "scored": scored(),
                 "played": played(),
                 "gathered": gather_text("ß" * process_id),
+                "exported": exported(policy, placed, mesh),
+                "read": read(policy, placed, mesh),
             }
         )
     )

@@ -16,7 +16,7 @@ from fp8rl_jax.config.training import LoraConfig, OptimizerConfig
 from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.forms import quantized_base
 from fp8rl_jax.models.forward import forward
-from fp8rl_jax.models.lora import build_adapters, join, split
+from fp8rl_jax.models.lora import build_adapters, join, merge, split
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.parallel import (
     batch_sharding,
@@ -70,6 +70,7 @@ def main() -> None:
         sharded_value, sharded_gradient = run(
             trained, frozen, to_global(tokens, batch_sharding(mesh))
         )
+        merged = merge(placed, mesh)
         engine = LocalEngine(RECIPE, jnp.float32, unroll=False)
         engine.sync(state.policy)
     base_shared = zip(
@@ -84,6 +85,13 @@ def main() -> None:
         "loss": abs(float(sharded_value / value) - 1),
         "gradient": {name: far(sharded_gradient[name], gradient[name]) for name in gradient},
         "adapters": specs(trained),
+        "merged": all(
+            np.array_equal(*pair)
+            for pair in zip(
+                *map(jax.tree.leaves, (to_host(merged), merge(to_host(placed)))), strict=True
+            )
+        ),
+        "merged_like_policy": specs(merged) == specs(shard_policy(to_host(policy), mesh)),
         "moments": sorted(map(str, moments.values())) == sorted(map(str, specs(trained).values())),
         "base_untouched": all(one is other for one, other in base_shared),
         "checksums": np.array_equal(to_host(checksums(frozen)), checksums(base)),

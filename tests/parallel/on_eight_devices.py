@@ -4,6 +4,9 @@ with one device."""
 from __future__ import annotations
 
 import json
+import tracemalloc
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ import numpy as np
 import optax
 from parallel.policies import make_policy, make_tokens, quantized
 
+from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.forward import forward
@@ -25,6 +29,11 @@ from fp8rl_jax.parallel import (
     to_global,
     to_host,
 )
+from fp8rl_jax.precision import is_quantized
+from fp8rl_jax.weights import gathered as gathering
+from fp8rl_jax.weights.load import load_policy, save_policy
+
+BLOCKS = TensorFormat("e4m3", (128, 128), "float32")
 
 
 def specs(tree) -> dict[str, list]:
@@ -74,6 +83,52 @@ def constraints(mesh) -> dict[str, list]:
         return {str(rows): [*keep(jnp.ones((rows, 3, 6))).sharding.spec] for rows in (8, 3)}
 
 
+def exports(policy, placed, mesh) -> dict:
+    """Bytes of exports from shards and from the host; and of one from shards, the most bytes that
+    are gathered at once, that all devices together hold beside the policy, and that the host holds.
+    """
+    gathered, beside, whole = [], [], gathering.to_host
+
+    def seen(weight):
+        gathered.append(sum(x.nbytes for x in jax.tree.leaves(weight)))
+        beside.append(device_bytes() - before)
+        return whole(weight)
+
+    with TemporaryDirectory() as name:
+        same = []
+        for dtype in ("bfloat16", "fp8-block"):
+            own, other = (
+                save_policy(each, Path(name, kind), dtype=dtype) / "model.safetensors"
+                for each, kind in ((policy, "host"), (placed, "shards"))
+            )
+            same.append(own.read_bytes() == other.read_bytes())
+        linears = [linear for linear in policy.stack.tensors() if linear.endswith("_proj")]
+        held = {f"layers.{linear}.weight": BLOCKS for linear in linears}
+        codes, parts = (load_policy(own.parent, held=held, mesh=m) for m in (None, mesh))
+        before, gathering.to_host = device_bytes(), seen
+        tracemalloc.start()
+        save_policy(placed, Path(name, "shards"), dtype="float32")
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        gathering.to_host = whole
+    return {
+        "same": same,
+        "codes": specs(parts) == specs(shard_policy(to_host(codes), mesh)),
+        "same_codes": all(map(np.array_equal, *map(jax.tree.leaves, (codes, parts)))),
+        "quantized": all(is_quantized(parts.stack.tensors()[each].value) for each in linears),
+        "gathered": max(gathered),
+        "beside": max(beside),
+        "host": peak,
+        "policy": sum(x.nbytes for x in jax.tree.leaves(policy)),
+    }
+
+
+def device_bytes() -> int:
+    """Of all arrays on all devices, a copy counted as often as it is there, and a view not."""
+    shards = [shard.data for x in jax.live_arrays() for shard in x.addressable_shards]
+    return sum({x.unsafe_buffer_pointer(): x.nbytes for x in shards}.values())
+
+
 def main() -> None:
     # numpy leaves, as loaded weights are
     policy, tokens = to_host(make_policy()), make_tokens()
@@ -99,6 +154,8 @@ def main() -> None:
         quantized_shardings = policy_shardings(jax.eval_shape(quantized, policy), mesh)
         synced = jax.jit(quantized, out_shardings=quantized_shardings)(placed)
         eight_bit_out = jax.jit(hidden)(synced, rows)
+    with jax.set_mesh(mesh):
+        exported = exports(policy, placed, mesh)
     adam = optax.adamw(1e-3)
     moments = policy_shardings(jax.eval_shape(adam.init, policy), mesh)
     key = jax.random.key(3)
@@ -106,6 +163,7 @@ def main() -> None:
         json.dumps(
             {
                 "mesh_errors": mesh_errors(),
+                "exported": exported,
                 "left_over": dict(make_mesh(MeshConfig(-1, 2, 2)).shape),
                 "constraints": constraints(mesh),
                 "placed": specs(placed),

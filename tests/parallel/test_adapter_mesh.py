@@ -46,5 +46,9 @@ def test_loss_and_gradients_equal_one_device(found):
     )
 
 
+def test_adapters_are_merged_into_shards(found):
+    assert found["merged"] and found["merged_like_policy"]
+
+
 def test_the_base_is_placed_once_and_known_again(found):
     assert found["base_untouched"] and found["checksums"] and not found["other_checksums"]

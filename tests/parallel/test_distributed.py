@@ -223,6 +223,15 @@ def test_two_processes_compute_what_one_does():
         assert joined["drawn"][0] == joined["drawn"][1]
         assert joined["refused"].startswith("process 1 has another configuration than process 0")
         assert joined["told"] == ["", "process 1: fault 1" if i == 0 else "fault 1"]
+        matrices = 4 * 192 * (2 * 96 + 2 * (2 * 256 + 2 * 64 + 3 * 512))
+        norms = 4 * (5 * 192 + 4 * 32)
+        assert joined["read"] == {"bytes": matrices // 2 + norms, "placed": True, "same": True}
+        names = ["config.json", "generation_config.json", "model.safetensors"]
+        assert joined["exported"] == {
+            "files": names if i == 0 else [],
+            "same": True,
+            "said": "not exported; tensor model.embed_tokens.weight holds 18432 non-finite values",
+        }
         assert joined["scored"] == pair[0]["scored"], (
             "processes that go on with other rewards compute other programs"
         )

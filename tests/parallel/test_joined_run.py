@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import jax
@@ -40,6 +41,7 @@ def test_two_processes_train_the_curve_of_one_and_resume_it(tmp_path):
     script = Path(__file__).with_name("train_run.py")
     run_processes(script, 1, 4, run_file, one, *FLAGS, timeout=600)
     run_processes(script, 2, 2, run_file, two, *FLAGS, "--trainer.steps", "2", timeout=600)
+    shutil.copytree(two, alone := tmp_path / "alone")
     # the second process cannot read its part: both must go back to the checkpoint before
     damage(two / "checkpoints" / "2", process=1)
     main, other = run_processes(script, 2, 2, run_file, two, *FLAGS, "--resume", timeout=600)
@@ -47,13 +49,17 @@ def test_two_processes_train_the_curve_of_one_and_resume_it(tmp_path):
     assert len(list(two.glob("checkpoint-2-damaged-*"))) == 1
     assert {"metrics.jsonl", "samples.jsonl", "config.toml", "run.json"} <= set(main["written"])
     assert set(other["written"]) <= {"checkpoints"}
+    # what two have begun, one goes on with
+    run_processes(script, 1, 4, run_file, alone, *FLAGS, "--resume", timeout=600)
     expected, found = measured(one), measured(two)
     assert [row["step"] for row in found] == [row["step"] for row in expected] == [0, 1, 2, 3]
-    for a, b in zip(expected, found, strict=True):
-        assert b == pytest.approx(a, rel=1e-4, abs=1e-6), a["step"]
+    for rows in (found, measured(alone)):
+        for a, b in zip(expected, rows, strict=True):
+            assert b == pytest.approx(a, rel=1e-4, abs=1e-6), a["step"]
     assert found[0]["reward/mean"] > 0.1 and found[0]["optim/grad_norm"] > 0.1
     assert found[0]["eval/accuracy"] != found[2]["eval/accuracy"]
-    assert (two / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
+    for run in (two, alone):
+        assert (run / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
     models = [jax.tree.leaves(load_policy(run / "model")) for run in (one, two)]
     for a, b in zip(*models, strict=True):
         # an exported weight is bfloat16: its last bit is 2^-8 of it, and a step of the optimizer

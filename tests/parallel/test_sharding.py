@@ -125,3 +125,19 @@ def test_quantized_forward_equals_one_device_where_no_activation_changes_its_cod
 
 def test_host_arrays_come_back_as_they_went(eight):
     assert eight["round_trip"] and eight["key"]
+
+
+def test_a_file_s_own_codes_are_read_into_shards(eight):
+    found = eight["exported"]
+    assert found["codes"] and found["same_codes"] and found["quantized"]
+
+
+def test_an_export_of_shards_has_the_bytes_and_holds_a_tensor_at_a_time(eight):
+    found = eight["exported"]
+    assert found["same"] == [True, True]
+    largest = 512 * 192 * 4  # gate_proj of a layer
+    assert found["gathered"] == largest
+    # `data` has two copies of the shards
+    assert found["beside"] == 2 * largest
+    # what came from the devices, what is looked at for infinities, and objects of Python's
+    assert largest < found["host"] < found["policy"] / 2

@@ -22,12 +22,14 @@ from fp8rl_jax.config.run import ModelConfig, RunConfig
 from fp8rl_jax.config.training import LoraConfig
 from fp8rl_jax.models.dither import dithered
 from fp8rl_jax.models.forms import rollout_policy, trainer_policy
-from fp8rl_jax.models.lora import join, merge, split
+from fp8rl_jax.models.lora import join, split
 from fp8rl_jax.models.policy import LINEARS, Layer, Policy, Weight, init_policy, with_layers
 from fp8rl_jax.precision import QuantizedWeight, dequantize, quantize
 from fp8rl_jax.precision.rounding import dither, dither_blocks, dither_inside, round_by_hash
 from fp8rl_jax.rollout import arrival
-from fp8rl_jax.rollout.arrival import Arrival, kept, kept_merged
+from fp8rl_jax.rollout.arrival import Arrival, MergedSample, kept
+from fp8rl_jax.weights.gathered import GatheredTensors
+from fp8rl_jax.weights.hf_names import hf_tensors
 
 NAMES = ("changed", "arrived", "noise", "cosine")
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
@@ -223,9 +225,12 @@ def test_of_adapters_the_adapters_are_compared_and_merged_ones_with_their_base()
     found = follows.see(now, served(now))
     # b begins at 0, from where bfloat16 rounds nothing away
     assert found["sync/changed"] > 0.3 and follows.kinds["q_proj.b"]["arrived"] > 0.99
-    whole = jax.tree.map(np.asarray, now)
-    assert kept_merged(whole, merge(whole), "float32") == 1.0
-    assert kept_merged(whole, merge(whole), "bfloat16") < 0.3
+    sample = MergedSample()
+    tensors = GatheredTensors(now, see=sample.see)
+    for at in hf_tensors(LLAMA).values():
+        tensors[at.path][at.index]
+    assert sample.kept("float32") == 1.0
+    assert sample.kept("bfloat16") < 0.3
     # the shapes of merged weights, for an engine that serves these
     names = Arrival(merged=True).saved(now).masters
     assert set(names) == {*base.stack.tensors(), "embed_tokens", "norm"} | (

@@ -26,6 +26,7 @@ from rollout.vllm_work import (
     sampling,
     steps,
 )
+from tiny_models import policy_arrays
 
 import fp8rl_jax as fp8rl
 from fp8rl_jax.config.rl import CorrectionConfig
@@ -37,7 +38,7 @@ from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.rollout.sync import SyncContext
 from fp8rl_jax.weights.hf_directory import load_policy_arrays
-from fp8rl_jax.weights.load import byte_policy, policy_arrays
+from fp8rl_jax.weights.load import byte_policy
 
 COMPLETIONS = "/v1/completions"
 

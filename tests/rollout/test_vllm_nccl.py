@@ -21,7 +21,7 @@ import fp8rl_jax as fp8rl
 from fp8rl_jax.rollout.vllm import nccl
 from fp8rl_jax.rollout.vllm.engine import server_arguments
 from fp8rl_jax.rollout.vllm.server import Server
-from fp8rl_jax.weights.load import policy_arrays, save_policy
+from fp8rl_jax.weights.load import save_policy
 from fp8rl_jax.weights.safetensors_io import read_checkpoint
 
 OK = Answer(200, "{}")
@@ -155,9 +155,7 @@ def test_a_server_of_ours_that_dies_gets_the_weights_in_a_group_anew(workers, mo
     arguments = server_arguments(engine.config, engine.recipe)
     assert arguments[arguments.index("--load-format") + 1] == "dummy"
     (sent,) = workers.received()
-    assert np.array_equal(
-        sent["model.embed_tokens.weight"], policy_arrays(policy(1))["embed_tokens.weight"]
-    )
+    assert np.array_equal(sent["model.embed_tokens.weight"], policy(1).embed_tokens.value)
 
 
 @pytest.mark.parametrize(

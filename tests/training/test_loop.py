@@ -27,7 +27,7 @@ def run_file(tmp_path):
 
 def test_run_and_resume_are_the_same_run(run_file, tmp_path, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert train(run_file, whole, "--recipe", "fp8-rl", "--plan.device", "141e9") == 0
+    assert train(run_file, whole, "--recipe", "fp8-rl", "--plan.chip", "141e9") == 0
     said = capsys.readouterr().out.splitlines()
     assert said[1] == "model: built-in, random weights of seed 0; 47,808 parameters in 1 layers"
     assert said[2] == (

@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from tiny_models import LLAMA, MOE, QWEN2, QWEN3, random_tensors, tokenizer_of, write_model
+from tiny_models import (
+    LLAMA,
+    MOE,
+    QWEN2,
+    QWEN3,
+    policy_arrays,
+    random_tensors,
+    tokenizer_of,
+    write_model,
+)
 
 from fp8rl_jax.config.run import InitConfig
 from fp8rl_jax.errors import UserError
@@ -20,7 +29,6 @@ from fp8rl_jax.weights.load import (
     byte_policy_config,
     device_tensors,
     load_policy,
-    policy_arrays,
     save_policy,
 )
 
@@ -85,10 +93,10 @@ def test_tokenizers_travel_with_the_policy(tmp_path):
     assert tokenizer.encode("né") == ByteTokenizer().encode("né")
 
 
-def test_a_rollout_policy_is_not_exported():
+def test_a_rollout_policy_is_not_exported(tmp_path):
     policy = init_policy(QWEN3, jax.random.key(0))
     with pytest.raises(ValueError, match="unrolled"):
-        policy_arrays(unstack(policy))
+        save_policy(unstack(policy), tmp_path)
 
 
 def test_a_value_beyond_the_dtype_is_refused_by_name(tmp_path):

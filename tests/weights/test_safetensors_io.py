@@ -84,6 +84,18 @@ def test_writer_round_trip_and_the_library_agrees(tmp_path):
     assert os.listdir(tmp_path) == ["f.safetensors"]
 
 
+def test_the_writer_has_the_library_s_bytes(tmp_path):
+    """In every dtype, and with names that JSON escapes."""
+    tensors = {
+        f"{letter}{name}": np.zeros((2, 3), dtype)
+        for name, dtype in DTYPES.items()
+        for letter in 'zaé"\n\x7f\u2028/'
+    }
+    for some in (tensors | sample_tensors(), {}, {"scalar": np.array(3, np.int64)}):
+        write_safetensors(tmp_path / "f", some)
+        assert (tmp_path / "f").read_bytes() == safetensors.numpy.save(some, {"format": "pt"})
+
+
 def test_writer_respects_strides(tmp_path):
     values = np.arange(6, dtype=np.float32).reshape(2, 3).T
     write_safetensors(tmp_path / "f.safetensors", {"x": values})

@@ -57,9 +57,10 @@ from fp8rl_jax.rollout.vllm.in_process import InProcess
 from fp8rl_jax.rollout.vllm.server import Server, ServerGone
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.weights.block_fp8 import unaligned_linears
+from fp8rl_jax.weights.gathered import GatheredTensors
 from fp8rl_jax.weights.hf_config import config_json
 from fp8rl_jax.weights.hf_directory import converted_tensors
-from fp8rl_jax.weights.load import device_tensors, policy_arrays, save_policy
+from fp8rl_jax.weights.load import device_tensors, write_model
 from pallas_kernels.backend import Backend
 
 _log = logging.getLogger(__name__)
@@ -138,23 +139,23 @@ class VllmEngine:
             )
         self._ready, self._vocab = False, policy.config.vocab_size
         number = self.version + 1
-        here = self.settings.transport == "dlpack"
-        if here and jax.process_count() > 1:
+        if self.settings.transport == "dlpack" and jax.process_count() > 1:
             raise UserError(
                 'rollout.vllm.transport: "dlpack" is for one process; with several set "files"'
             )
-        masters = policy
+        masters, mesh = policy, jax.sharding.get_mesh()
         if transform := self._transform:
-            masters = jax.tree.map(jnp.asarray, merge(to_host(policy)))
+            masters = jax.tree.map(jnp.asarray, merge(policy, None if mesh.empty else mesh))
             policy = transformed(masters, context, *transform)
-        scales, given = to_host(context.scales), policy if here else to_host(policy)
-        with shared_faults():
+        scales = to_host(context.scales)
+        tensors = GatheredTensors(policy, compute=self.dtype if self._rounds else None)
+        with shared_faults(), tensors.gathered():
             if is_main_process():
-                self._push(merge(given), scales, number)
+                self._push(policy, tensors, scales, number)
         self._check_parity(policy, number)
         if self.arrival is not None:
             if has_adapters(policy):
-                policy = masters = merge(given)
+                policy = masters = merge(policy, None if mesh.empty else mesh)
             ours = self.recipe if self.settings.quantize == "ours" else RECIPES["bf16"]
             pushed, _ = _pushed(policy, recipe=ours, dtype=self.dtype)
             self.metrics = self.metrics | self.arrival.see(masters, pushed)
@@ -232,25 +233,34 @@ class VllmEngine:
 
     # the server's side; on the main process alone
 
-    def _push(self, policy: Policy, scales: KVScales | None, number: int) -> None:
+    @property
+    def _block(self) -> bool:
+        """Whether what is pushed is block FP8."""
+        return self.recipe.quantizes("rollout") and self.settings.quantize == "ours"
+
+    @property
+    def _rounds(self) -> bool:
+        """Whether it is quantized from the compute dtype, the number that the trainer quantizes."""
+        return self._block and self.recipe.weight_source == "compute"
+
+    def _push(
+        self, policy: Policy, given: GatheredTensors, scales: KVScales | None, number: int
+    ) -> None:
+        """Push a policy, of which `given` are the tensors on the host."""
         directory, transport = self._home() / f"weights-{number}", self.settings.transport
         source: Any = getattr(self.tokenizer, "directory", self.tokenizer)
-        block = self.recipe.quantizes("rollout") and self.settings.quantize == "ours"
-        if block and (unaligned := unaligned_linears(policy.config)):
+        if self._block and (unaligned := unaligned_linears(policy.config)):
             raise UserError(
                 "rollout.engine: vLLM takes block FP8 of sides that 128 divides, and "
                 f'{unaligned[0]} has others; set rollout.vllm.quantize = "vllm"'
             )
-        tensors, dtype = None, self.dtype.name
-        if block:
-            dtype = "fp8-block"
-            if self.recipe.weight_source == "compute":  # the number that the trainer quantizes, too
-                policy = cast(policy, self.dtype)
-        if transport == "nccl":
-            found = converted_tensors(directory, policy.config, policy_arrays(policy), dtype)
+        tensors, dtype = None, "fp8-block" if self._block else self.dtype.name
+        if transport == "nccl":  # named to the server before they are sent, and sent again
+            found = converted_tensors(directory, policy.config, given, dtype)
             tensors = {name: x for several in found for name, x in several.items()}
         elif transport == "dlpack":
-            tensors = device_tensors(policy, dtype)
+            merged = merge(policy)
+            tensors = device_tensors(cast(merged, self.dtype) if self._rounds else merged, dtype)
         if tensors is not None and self.settings.address:
             directory = None
         elif tensors is not None and self._last is not None:
@@ -258,7 +268,8 @@ class VllmEngine:
         else:
             if directory.exists():  # of a push that was interrupted
                 shutil.rmtree(directory)
-            save_policy(policy, directory, source, dtype, weights=tensors is None)
+            weights = given if tensors is None else None
+            write_model(directory, policy.config, weights, source, dtype)
         rows = None
         if scales is not None:
             rows = np.stack([scales.query, scales.key, scales.value], 1).tolist()
