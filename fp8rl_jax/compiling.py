@@ -1,11 +1,13 @@
 """What is said while JAX compiles, and how long it took.
 
 Compiling a model's programs takes minutes, in which a run does nothing that can be seen.
+FP8RL_COMPILING_AFTER is the seconds after which a program is named.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -13,7 +15,7 @@ from collections.abc import Callable
 
 _log = logging.getLogger("fp8rl")
 _EVENT = "/jax/core/compile/"
-_AFTER = 3.0
+_AFTER = float(os.environ.get("FP8RL_COMPILING_AFTER", "3"))
 """Seconds that a program compiles in silence."""
 _SPOKEN = {"generate": "the rollout", "update_program": "the update"}
 

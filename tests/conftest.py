@@ -26,6 +26,9 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(PROGRAMS))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
+# what is said of compiling depends on how busy the machine is
+os.environ.setdefault("FP8RL_COMPILING_AFTER", "600")
+
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import shape_checks  # noqa: E402

@@ -95,10 +95,10 @@ COMMANDS = {
         of_trained=True,
     ),
     "plan": Command(
-        "what a run needs of a device's memory, and what would make it fit",
+        "memory and least times of a run, on devices that need not be here",
         "commands:plan",
         (
-            *("model.path", "recipe", "plan.device", "mesh.fsdp", "mesh.tensor", "lora.rank"),
+            *("model.path", "recipe", "plan.chip", "plan.devices", "mesh.fsdp", "mesh.tensor"),
             *("rollout.prompts_per_step", "rollout.samples_per_prompt"),
             *("rollout.max_prompt_tokens", "rollout.max_new_tokens"),
         ),
