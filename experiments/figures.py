@@ -774,13 +774,13 @@ def planned() -> str:
     """)
     heads = ["model", "devices", "recipe", "mesh", "GB a device"]
     heads += ["rollout, s", "update, s", "step at least, s", "tokens/s at most"]
-    return f"{about}\n\n{table(heads, rows)}\n\n{_claims(found['plans'])}"
+    return f"{about}\n\n{table(heads, rows)}\n\n{_published(found['plans'])}"
 
 
-CLAIMS = (
+PUBLISHED = (
     ("FP8-RL (2601.18150), W8A8 linears, 8B", "rollout", "1.10 to 1.20", "fp8-rollout"),
     ("FP8-RL, linears and KV cache, 8B", "rollout", "1.44", "fp8-rl"),
-    ("Jet-RL (2601.14243), one FP8 flow", "rollout", "up to 1.33", "jet-rl"),
+    ("Jet-RL (2601.14243), one FP8 flow", "rollout", "1.07 (8B) to 1.33 (32B)", "jet-rl"),
     ("Jet-RL", "update", "1.41", "jet-rl"),
     ("Jet-RL", "step", "1.16", "jet-rl"),
     ("NeMo RL, end-to-end FP8", "step", "1.18 to 1.33 (15 to 25 % less)", "fp8-e2e"),
@@ -789,7 +789,7 @@ CLAIMS = (
 """Whose claim, of what, times bfloat16 as published, and the recipe here."""
 
 
-def _claims(plans: list[dict[str, Any]]) -> str:
+def _published(plans: list[dict[str, Any]]) -> str:
     """What was published of speeds, what the model leaves room for, and what was measured."""
     alike = [each for each in plans if (each["shape"], each["devices"]) == ("qwen3-8b", 8)]
 
@@ -805,9 +805,9 @@ def _claims(plans: list[dict[str, Any]]) -> str:
             published,
             f"`{recipe}`",
             f"{seconds('bf16', part) / seconds(recipe, part):.2f}",
-            "no card for a whole " + part,
+            f"no card for a whole {part}",
         ]
-        for who, part, published, recipe in CLAIMS
+        for who, part, published, recipe in PUBLISHED
     ]
     about = prose("""
         The speeds that were published of such systems, as times bfloat16, and how much the model above leaves room for: Qwen3-8B on 8
