@@ -76,6 +76,26 @@ SESSION = "training/test_session.py"
 
 LIST: list[Mutant] = [
     *of(
+        "training/roofline.py",
+        "training/test_roofline.py",
+        ("adapters-of-the-last-host", "chip.network * inside", "chip.network", "a_ring_leaves"),
+        ("tensor-overlaps", "return max(bounds) + waits", "return max(*bounds, waits)", "longest"),
+        (
+            "prompts-read-by-each-completion",
+            "cached = (prompt * steps",
+            "cached = (prompt * r.samples_per_prompt * steps",
+            "products_are_counted",
+        ),
+        ("all-experts-are-read", "(1 - _chosen(shape, rows, sizes))", "0", "experts_are_read"),
+        ("adapters-are-gathered", "if quantized or frozen", "if quantized", "adapters_send"),
+        (
+            "halves-of-gradients",
+            "halves = 1 if quantized else 2",
+            "halves = 1",
+            "compiled_programs",
+        ),
+    ),
+    *of(
         "training/setup.py",
         "training/test_exact.py",
         (

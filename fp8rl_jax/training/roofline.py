@@ -13,7 +13,8 @@ added: a layer waits for its own sums.
                 moments and gradients read and written; gathers and sums
     sync        masters read, what is served written
 
-Completions count as long as they may be. What is sent is what XLA makes of this library's programs
+Completions count as long as they may be; forwards for the log-probabilities of an older or a
+reference policy do not count. What is sent is what XLA makes of this library's programs
 today, not what would be needed at least: sums over tensor travel in float32, eight a layer, and the
 gradients of linears that are not quantized are summed apart for prompts and completions.
 `python -m experiments.collectives` compiles programs, and tests/training/test_roofline.py holds
@@ -35,7 +36,7 @@ from rich.box import SIMPLE_HEAD
 
 from fp8rl_jax.config.chips import CHIPS, Chip
 from fp8rl_jax.config.formats import TensorFormat
-from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.config.recipe import PrecisionConfig, Recipe
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
@@ -226,7 +227,8 @@ def _update(
     moved += 2 * (held.masters + held.optimizer) + 4 * elements
     f, d = sizes["fsdp"], sizes["data"]
     quantized = recipe.trainer.weight.quantized
-    served = held.gathered if quantized else elements * f * width
+    # of adapters the base is gathered, and theirs is next to nothing
+    served = held.gathered if quantized or frozen else elements * f * width
     halves = 1 if quantized else 2
     sent = {
         "fsdp": parts * (2 * _ring(served, f) + halves * _ring(4 * elements * f, f)),
@@ -370,7 +372,8 @@ def describe(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> s
     chip = CHIPS[config.plan.chip]
     devices = math.prod(sizes.values())
     work = step_work(shape, config, sizes, chip)
-    plain = step_work(shape, replace(config, recipe="bf16"), sizes, chip)
+    defaults = PrecisionConfig(backend=config.precision.backend)
+    plain = step_work(shape, replace(config, recipe="bf16", precision=defaults), sizes, chip)
     lines = [
         f"At least, on {devices} {config.plan.chip}, of a step with completions of "
         f"{config.rollout.max_new_tokens:,} tokens (a model of the data sheet's rates; nothing is "

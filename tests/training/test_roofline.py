@@ -12,7 +12,7 @@ from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.chips import CHIPS
 from fp8rl_jax.config.run import MeshConfig, PlanConfig, RolloutConfig, RunConfig
 from fp8rl_jax.config.tasks import TaskConfig
-from fp8rl_jax.config.training import SftConfig, TrainerConfig
+from fp8rl_jax.config.training import LoraConfig, SftConfig, TrainerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
 from fp8rl_jax.models.policy import matrix_parameters
@@ -116,6 +116,20 @@ def test_sharding_divides_the_work_and_experts_are_read_as_they_are_chosen():
     share = 1 - (62 / 64) ** 2
     least = held.read - held.looked_up - (1 - share) * held.experts
     assert held.experts == 2 * 4 * 64 * 3 * 256 * 128 and least < read < 1.1 * least
+
+
+def test_adapters_send_their_base_and_no_gradients_of_it():
+    """The base is gathered for both passes; what is summed up is next to nothing."""
+    sizes = ONE | {"data": 2, "fsdp": 2}
+    adapters = replace(CONFIG, recipe="bf16", lora=LoraConfig(rank=8))
+    held = footprint(SHAPE, adapters, abstract_mesh(sizes))
+    work = step_work(SHAPE, adapters, sizes, H200)["update"]
+    assert held.elements < 0.1 * held.gathered / 2
+    assert work.sent == {"fsdp": 2 * 2 * held.gathered / 2}  # two micro-batches, two passes
+    once = 2 * matrix_parameters(SHAPE) * (8 * 32 + 32 * 64) / 4
+    whole = step_work(SHAPE, replace(adapters, lora=LoraConfig()), sizes, H200)["update"]
+    head = 2 * SHAPE.hidden_size * SHAPE.vocab_size * 32 * 64 / 4
+    assert whole.flops - work.flops == pytest.approx(once + head)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
