@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,9 @@ class Arguments:
     """Programs whose name has this in it; empty: all."""
     again: bool = False
     """Compile what the record has, too."""
+    layers: bool = False
+    """Instead of all that, how long it takes to compile an update for 64 devices, by the number of
+    layers."""
     output: str = str(RECORD.relative_to(ROOT))
     """Record that is added to."""
 
@@ -113,9 +117,26 @@ def compiled(program: Program) -> dict[str, Any]:
     }
 
 
+def compile_seconds(layers: int) -> float:
+    """Seconds of this process's CPU to lower and compile an update of so many of Qwen3-8B's layers
+    for 64 devices."""
+    program = Program("update", "jet-rl", "qwen3-8b", {"data": 8, "fsdp": 8}, 64)
+    shape, config = configured(program)
+    began = time.process_time()
+    sizes = mesh_sizes(config.mesh)
+    compile_for_hopper(lower_update, replace(shape, num_layers=layers), config, sizes)
+    return round(time.process_time() - began, 1)
+
+
 def run(arguments: Arguments) -> None:
     """Compile what is asked for, and add it to the record."""
     path = Path(arguments.output)
+    if arguments.layers:
+        compile_seconds(1)  # what is loaded and traced once
+        record = json.loads(path.read_text())
+        record["compile_seconds"] = {layers: compile_seconds(layers) for layers in (9, 18, 36)}
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        return
     if not any(arguments.only in program.name for program in PROGRAMS):
         names = "; ".join(program.name for program in PROGRAMS)
         raise UserError(f"--only: {arguments.only!r} is in none of: {names}")
@@ -134,8 +155,9 @@ def run(arguments: Arguments) -> None:
 def _write(path: Path, kept: dict[str, Any], plans: dict[str, dict[str, int | None]]) -> None:
     """The record, with the present plans of all programs."""
     ordered = {name: kept[name] | plan for name, plan in plans.items() if name in kept}
-    made = facts("experiments.collectives", [])
-    path.write_text(json.dumps({"made": made, "programs": ordered}, indent=1) + "\n")
+    found = json.loads(path.read_text()) if path.exists() else {}
+    found |= {"made": facts("experiments.collectives", []), "programs": ordered}
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def main() -> int:
