@@ -102,6 +102,28 @@ def kept() -> Path:
     return file
 
 
+def test_a_process_that_checks_kernels_itself_tries_none(checker, start):
+    """The GPU command: what it times must be the kernels, right or wrong."""
+    self_test.trust()
+    self_test.confirm("auto", lambda: MODEL), self_test.confirm("hopper")
+    assert not checker.asked and not self_test.refused() and not self_test.record()
+    start()
+    self_test.confirm("auto")
+    assert checker.asked == sorted(OPERATIONS)
+
+
+def test_the_gpu_command_is_such_a_process():
+    program = (
+        "import sys, experiments.benchmarks.gpu.worker as worker\n"
+        "worker.Setting = dict\n"
+        "worker.serve = lambda *_: sys.exit(f'trusts {worker.self_test._KNOWN.trusts}')\n"
+        "worker.main()"
+    )
+    command = [sys.executable, "-c", program, "{}", "[]"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.stderr.splitlines()[-1] == "trusts True"
+
+
 def test_verdicts_are_kept_until_what_they_depend_on_changes(checker, start, monkeypatch, tmp_path):
     self_test.confirm("auto", lambda: MODEL)
     of_model = [f"{name} M" for name in OPERATIONS]
