@@ -63,14 +63,15 @@ def configured(recipe: str, devices: int, chip: str) -> RunConfig:
 def planned(shape: str, devices: int, recipe: str, chip: str) -> dict[str, Any]:
     """Plan one model under one recipe: its best mesh, and how many fit."""
     policy = read_policy_config(ROOT / "experiments" / "shapes" / shape)
-    found = best_meshes(policy, configured(recipe, devices, chip), devices, CHIPS[chip])
+    config = configured(recipe, devices, chip)
+    found = best_meshes(policy, config, devices, CHIPS[chip])
     best: Outlook | None = found[0] if found else None
     told = {"shape": shape, "devices": devices, "recipe": recipe, "fits": len(found)}
     if best is None:
         return told
     return told | {
         "mesh": {axis: size for axis, size in best.sizes.items() if size > 1},
-        "prompts": configured(recipe, devices, chip).rollout.prompts_per_step,
+        "prompts": config.rollout.prompts_per_step,
         "bytes": best.peak,
         "seconds": best.seconds,
         "tokens": best.tokens,

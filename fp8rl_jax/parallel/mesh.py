@@ -9,7 +9,7 @@ of size 1 cost nothing, so one device is the mesh (1, 1, 1, 1) and runs the same
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -43,13 +43,17 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 def mesh_text(mesh: Mesh) -> str:
     """Write where a run is, such as "fsdp 2 x tensor 2 (4 devices, 2 processes)"."""
-    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     processes = len({device.process_index for device in mesh.devices.flat})
     counts = (
         f"{count} {noun}{ending * (count > 1)}"
         for count, noun, ending in ((mesh.size, "device", "s"), (processes, "process", "es"))
     )
-    return f"{axes} ({', '.join(counts)})".strip()
+    return f"{axes_text(mesh.shape)} ({', '.join(counts)})".strip()
+
+
+def axes_text(sizes: Mapping[str, int]) -> str:
+    """Write the axes of a mesh that split something, such as "fsdp 2 x tensor 2"."""
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
 def axis_sizes(config: MeshConfig, devices: int) -> tuple[int, ...]:

@@ -432,7 +432,7 @@ def _expert_activations(
 ) -> int:
     """Bytes of a layer's experts: rows of all devices of the axis, since any of them may be routed
     here, once for each expert of a token. Where no kernel multiplies them they stand in tiles, too,
-    with products in float32. Found in programs compiled for Hopper (docs/hosts.md)."""
+    with products in float32. The factors are fitted to programs compiled for Hopper."""
     if shape.experts is None:
         return 0
     rows = tokens * mesh.shape["expert"] * shape.experts.per_token
@@ -477,7 +477,7 @@ def changes(
         yield from _text_changes(config, sizes)
         return
     part = rollout.prompts_per_step // trainer.updates_per_rollout
-    fewest = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    fewest = batch_shards(abstract_mesh(sizes))
     if (trainer.micro_batch_prompts or part) > fewest:
         smaller = replace(trainer, micro_batch_prompts=fewest)
         yield (
@@ -494,7 +494,7 @@ def changes(
     for what, changed in _smaller_moments(config, config.optimizer):
         yield what, changed, sizes
     for mesh in _more_fsdp(config, sizes):
-        if rollout.prompts_per_step % (mesh["data"] * mesh["fsdp"] * mesh["expert"]) == 0:
+        if rollout.prompts_per_step % batch_shards(abstract_mesh(mesh)) == 0:
             yield f"mesh.fsdp = {mesh['fsdp']}", config, mesh
     fewer = rollout.samples_per_prompt // 2
     if fewer >= 2:
@@ -530,7 +530,7 @@ def _text_changes(
 ) -> Iterator[tuple[str, RunConfig, dict[str, int]]]:
     """`changes` of a run on text."""
     sft, trainer = config.sft, config.trainer
-    fewest = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    fewest = batch_shards(abstract_mesh(sizes))
     if (sft.micro_batch_rows or sft.batch_size) > fewest:
         made = replace(config, sft=replace(sft, micro_batch_rows=fewest))
         yield f"sft.micro_batch_rows = {fewest}", made, sizes
@@ -540,8 +540,8 @@ def _text_changes(
     for what, changed in _smaller_moments(config, sft.optimizer):
         yield what, changed, sizes
     for mesh in _more_fsdp(config, sizes):
-        rows = mesh["data"] * mesh["fsdp"] * mesh["expert"]
-        if (sft.micro_batch_rows or sft.batch_size) % rows == 0:
+        rows = sft.micro_batch_rows or sft.batch_size
+        if rows % batch_shards(abstract_mesh(mesh)) == 0:
             yield f"mesh.fsdp = {mesh['fsdp']}", config, mesh
 
 

@@ -36,19 +36,19 @@ from rich.box import SIMPLE_HEAD
 
 from fp8rl_jax.config.chips import CHIPS, Chip
 from fp8rl_jax.config.formats import TensorFormat
-from fp8rl_jax.config.recipe import PrecisionConfig, Recipe
+from fp8rl_jax.config.recipe import PrecisionConfig
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import matrix_parameters
-from fp8rl_jax.parallel.mesh import AXES
+from fp8rl_jax.parallel import batch_shards
+from fp8rl_jax.parallel.mesh import AXES, axes_text
 from fp8rl_jax.training.checks import check_mesh
 from fp8rl_jax.training.performance import attention_flops, update_flops
 from fp8rl_jax.training.plan import Footprint, abstract_mesh, footprint, memory_plan
 
-_SUMS = {"update": 8, "forward": 2}
-"""Float32 sums of hidden states over tensor in a layer: two a forward, which is computed twice
-where a layer is rematerialized, and four of the backward."""
+_FORWARD_SUMS, _BACKWARD_SUMS = 2, 4
+"""Float32 sums of hidden states over tensor in a layer."""
 _RANKED = 8
 
 
@@ -113,14 +113,13 @@ def step_work(
         UserError: as `memory_plan`.
     """
     held = footprint(shape, config, abstract_mesh(sizes))
-    recipe, text = config.resolved_recipe(), config.task.kind == "text"
-    work = {"update": _update(shape, config, sizes, held, recipe, chip)}
-    if text:
+    work = {"update": _update(shape, config, sizes, held, chip)}
+    if config.task.kind == "text":
         return work
     sync = Work(bytes=held.masters + held.served)
     if config.rollout.engine == "vllm":
         return work | {"sync": sync}
-    return _rollout(shape, config, sizes, held, recipe, chip) | work | {"sync": sync}
+    return _rollout(shape, config, sizes, held, chip) | work | {"sync": sync}
 
 
 def _ring(nbytes: float, devices: int) -> float:
@@ -137,11 +136,10 @@ def _rollout(
     config: RunConfig,
     sizes: dict[str, int],
     held: Footprint,
-    recipe: Recipe,
     chip: Chip,
 ) -> dict[str, Work]:
-    r, tensor = config.rollout, sizes["tensor"]
-    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    recipe, r, tensor = config.resolved_recipe(), config.rollout, sizes["tensor"]
+    shards = batch_shards(abstract_mesh(sizes))
     prompts, steps = r.prompts_per_step / shards, r.max_new_tokens
     rows, hidden = prompts * r.samples_per_prompt, shape.hidden_size
     matrices = 2 * matrix_parameters(shape) / tensor
@@ -154,9 +152,7 @@ def _rollout(
     def work(tokens: float, heads: float, attention: float, nbytes: float) -> Work:
         products = matrices * tokens
         other = head * heads + attention
-        sums = {
-            "tensor": 2 * _ring(_SUMS["forward"] * shape.num_layers * tokens * hidden * 4, tensor)
-        }
+        sums = {"tensor": 2 * _ring(_FORWARD_SUMS * shape.num_layers * tokens * hidden * 4, tensor)}
         if sizes["expert"] > 1:
             sums["expert"] = _routed(shape, tokens, sizes["expert"])
         split = (other, products) if fp8 else (other + products, 0.0)
@@ -193,11 +189,10 @@ def _update(
     config: RunConfig,
     sizes: dict[str, int],
     held: Footprint,
-    recipe: Recipe,
     chip: Chip,
 ) -> Work:
-    r, t, tensor = config.rollout, config.trainer, sizes["tensor"]
-    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    recipe, r, t = config.resolved_recipe(), config.rollout, config.trainer
+    shards, tensor = batch_shards(abstract_mesh(sizes)), sizes["tensor"]
     again = t.remat == "layer"
     if config.task.kind == "text":
         rows, micro = config.sft.batch_size, config.sft.micro_batch_rows or config.sft.batch_size
@@ -230,11 +225,11 @@ def _update(
     # of adapters the base is gathered, and theirs is next to nothing
     served = held.gathered if quantized or frozen else elements * f * width
     halves = 1 if quantized else 2
+    sums = _FORWARD_SUMS * (1 + again) + _BACKWARD_SUMS
     sent = {
         "fsdp": parts * (2 * _ring(served, f) + halves * _ring(4 * elements * f, f)),
         "data": halves * 2 * _ring(held.gradients, d),
-        "tensor": 2
-        * _ring(_sums(again) * shape.num_layers * tokens * shape.hidden_size * 4, tensor),
+        "tensor": 2 * _ring(sums * shape.num_layers * tokens * shape.hidden_size * 4, tensor),
         "expert": (3 + again) * _routed(shape, tokens, sizes["expert"]),
     }
     if frozen:
@@ -249,10 +244,6 @@ def _update(
             if nbytes
         },
     )
-
-
-def _sums(again: bool) -> int:
-    return _SUMS["update"] - (0 if again else _SUMS["forward"])
 
 
 @dataclass(frozen=True)
@@ -326,7 +317,7 @@ def best_meshes(shape: PolicyConfig, config: RunConfig, devices: int, chip: Chip
     """
     found = []
     for sizes in meshes(shape, devices, chip):
-        shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+        shards = batch_shards(abstract_mesh(sizes))
         least = replace(config.trainer, micro_batch_prompts=shards)
         for tried in (config, replace(config, trainer=least)):
             try:
@@ -347,7 +338,7 @@ def largest_batch(
     A multiple of what the mesh and the updates of a rollout ask for. A micro-batch stays as large
     as it is set.
     """
-    unit = sizes["data"] * sizes["fsdp"] * sizes["expert"] * config.trainer.updates_per_rollout
+    unit = batch_shards(abstract_mesh(sizes)) * config.trainer.updates_per_rollout
     micro = config.trainer.micro_batch_prompts
     unit = math.lcm(unit, micro * config.trainer.updates_per_rollout) if micro else unit
 
@@ -429,10 +420,9 @@ def _meshes(best: list[Outlook]) -> str:
         "tokens/s at most",
     )
     for one in best[:_RANKED]:
-        mesh = " x ".join(f"{axis} {size}" for axis, size in one.sizes.items() if size > 1)
         rollout = one.seconds.get("prefill", 0.0) + one.seconds.get("decode", 0.0)
         table.add_row(
-            mesh or "one device",
+            axes_text(one.sizes) or "one device",
             f"{one.micro:,}" if one.micro else "all",
             f"{one.peak / 1e9:,.1f}",
             *map(_seconds, (rollout, one.seconds["update"], one.step)),
