@@ -33,7 +33,8 @@ from fp8rl_jax.errors import UserError
 _PACKAGES = Path(__file__).parents[2] / "fp8rl_jax", Path(__file__).parents[2] / "pallas_kernels"
 _COMPILER = (
     "--xla_backend_optimization_level=0 "
-    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
+    "--xla_cpu_parallel_codegen_split_count=1"
 )
 """Nothing is optimized: most of a golden run is compiling."""
 _SUFFIXES = (".py", ".toml", ".c", ".h")
