@@ -6,8 +6,6 @@ that failed or collapsed is listed with the reason, and its curve ends with a cr
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import math
 import textwrap
@@ -17,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 
@@ -27,6 +24,7 @@ from fp8rl_jax.report.charts import (
     CURVES,
     THROUGHPUT,
     curve_chart,
+    differences_chart,
     step_seconds,
     timing_chart,
 )
@@ -42,6 +40,7 @@ from fp8rl_jax.report.page import (
     phase_rows,
     power_text,
     save_page,
+    scripted,
 )
 from fp8rl_jax.report.runs import Arm, Run, read_runs
 from fp8rl_jax.statistics import t_interval
@@ -50,7 +49,6 @@ VERSION = 2
 WIDTH = 100
 _COLUMNS = 3
 """Arms beside each other in the text."""
-SCRIPT = Path(__file__).with_name("ablation.js")
 BROKEN = ("failed", "collapsed")
 _NUMBER, _MAYBE = (int, float), (int, float, type(None))
 _RUN = {
@@ -199,7 +197,6 @@ def _mixed(record: dict[str, Any]) -> Iterator[str]:
 
 def _render(ablation: Ablation) -> str:
     record, arms = ablation.record, ablation.arms
-    script = SCRIPT.read_text(encoding="utf-8")
     first, others = (*CURVES[:3], THROUGHPUT), CURVES[3:]
     charts = [
         *(curve_chart(curve, arms) for curve in first),
@@ -218,16 +215,12 @@ def _render(ablation: Ablation) -> str:
         rows=_rows(ablation),
         charts=[chart for chart in charts if chart.svg],
         phases=phase_rows(arms),
-        numbers={
-            "charts": {chart.name: chart.hover for chart in charts if chart.hover},
-            "seeds": ablation.seeds,
-        },
+        differences=differences_chart(record, arms),
         broken=_not_finished(record),
         lines=lines_text(arms),
         differing=_settings(record),
         notes=ablation.notes,
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        **scripted(charts, ablation.seeds),
     )
 
 
@@ -271,11 +264,9 @@ def _rows(ablation: Ablation) -> list[dict[str, str]]:
                 "Peak memory, GiB": _memory(arm.runs),
             }
         )
-    says_nothing = {
-        "Peak memory, GiB": all(row["Peak memory, GiB"] == NOTHING for row in rows),
-        "Recipe": all(row["Recipe"] == row["Arm"] for row in rows),
-    }
-    dropped = [label for label, nothing in says_nothing.items() if nothing]
+    dropped = [label for label in rows[0] if all(row[label] == NOTHING for row in rows)]
+    if all(row["Recipe"] == row["Arm"] for row in rows):
+        dropped.append("Recipe")
     return [{label: row[label] for label in row if label not in dropped} for row in rows]
 
 

@@ -18,7 +18,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from fp8rl_jax.report.runs import Arm, Run
 from fp8rl_jax.statistics import Interval, t_interval
@@ -28,7 +28,7 @@ _WIDTH, _CURVE_HEIGHT = 5, 2.7
 """In inches."""
 _POINTS = 100
 """Of a seed's curve at most, where it is a running mean."""
-DASHES = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
+DASHES = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2), (10, 3), (6, 2, 1.5, 2, 1.5, 2))
 PHASES = {
     "time/gen": "generation",
     "time/calibrate": "KV calibration",
@@ -177,6 +177,8 @@ def curve_chart(curve: Curve, arms: Sequence[Arm]) -> Chart:
         drawn.append(axes)
         if curve.log_scale:
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(LogFormatter())  # 1e-03, as tables have it
+            axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
         for index, arm in enumerate(arms):
             lines = [run.series(curve.key) for run in arm.runs]
             if curve.compiles:
@@ -226,6 +228,45 @@ def _axes_in_drawing(axes: Axes) -> dict[str, Any]:
     return {"box": [round(float(x), 2) for x in box], "steps": [float(first), float(last)]}
 
 
+def differences_chart(record: dict[str, Any], arms: Sequence[Arm]) -> Chart:
+    """Draw the answer: each arm's paired difference to the baseline with the interval of its
+    verdict, and the loss that is allowed.
+
+    Args:
+        record: of an ablation; its comparisons and its metric.
+        arms: in the record's order.
+    """
+    metric, baseline = record["metric"], record["baseline"]
+    places = {arm.name: index for index, arm in enumerate(arms)}
+    rows = [
+        (places[row["arm"]], row)
+        for row in record["comparisons"]
+        if row["arm"] in places and None not in list(row["difference"].values())
+    ]
+    loss = -metric["margin"] if metric["better"] == "higher" else metric["margin"]
+
+    def draw(axes: Axes) -> None:
+        for place, (index, row) in enumerate(rows):
+            of, colour = row["difference"], _line_style(arms[index])["color"]
+            bar = axes.hlines(place, of["low"], of["high"], colors=colour, linewidth=2.2)
+            (point,) = axes.plot(of["mean"], place, "o", color=colour, markersize=6)
+            bar.set_gid(f"mean.{index}")
+            point.set_gid(f"mean.{index}")
+        axes.axvline(0, color=INK, linewidth=0.8, zorder=1)
+        axes.axvline(loss, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+        axes.set_yticks(range(len(rows)), [_short(row["arm"]) for _, row in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel(f"{metric['name']}, less that of {baseline}")
+
+    svg = draw_svg("differences", draw, height=0.7 + 0.34 * len(rows)) if rows else ""
+    about = (
+        "Over paired seeds, with the interval of the verdict. Dashed: the loss of "
+        f"{metric['margin']:g} that is allowed."
+    )
+    return Chart("differences", f"Difference to {baseline}", about, svg)
+
+
 def timing_chart(arms: Sequence[Arm]) -> Chart:
     """Draw one bar an arm: mean seconds of each phase (see `phase_seconds`)."""
     seconds = [phase_seconds(arm) for arm in arms]
@@ -255,8 +296,12 @@ def timing_chart(arms: Sequence[Arm]) -> Chart:
     return Chart("timing", "Where a step's time goes", about, svg)
 
 
+def _short(name: str) -> str:
+    return name if len(name) < 27 else f"{name[:25]}…"
+
+
 def _tick(arm: Arm) -> str:
-    name = arm.name if len(arm.name) < 19 else f"{arm.name[:17]}…"
+    name = _short(arm.name)
     dtype = arm.runs[0].config.get("compute_dtype") if arm.runs else None
     return f"{name}\n{dtype} compute" if dtype else name
 

@@ -1,8 +1,10 @@
-"""The report: what the runs of one comparison did, as one HTML file that needs no network and no
-script."""
+"""The report: what the runs of one comparison did, as one HTML file that needs no network. A script
+hides lines and reads numbers from them; without it all is there."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import statistics
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.report.charts import (
@@ -18,6 +21,7 @@ from fp8rl_jax.report.charts import (
     CURVES,
     DASHES,
     PHASES,
+    Chart,
     curve_chart,
     interval_over_seeds,
     phase_seconds,
@@ -75,23 +79,48 @@ def page_template(name: str) -> Template:
 def render(arms: list[Arm], comparisons: Sequence[dict[str, Any]] = ()) -> str:
     """Render the page as text; all text from the runs' files is escaped."""
     panels = [panel(number, results) for number, results in enumerate(comparisons)]
+    charts = [
+        chart
+        for curve in CURVES
+        if arms and ((chart := curve_chart(curve, arms)).svg or not curve.optional)
+    ]
     return page_template("page.html").render(
         title=_title(arms, panels),
         arms=arms_with_keys(arms),
         runs=sum(len(arm.runs) for arm in arms),
         lines=lines_text(arms),
         headline=[headline(arm) for arm in arms],
-        charts=[
-            chart
-            for curve in CURVES
-            if arms and ((chart := curve_chart(curve, arms)).svg or not curve.optional)
-        ],
+        charts=charts,
+        dtype=_shared_dtype(arms),
         timing=timing_chart(arms) if arms else None,
         phases=phase_rows(arms),
         differences=config_differences(arms),
         samples=[sample_pairs(arm.runs[0]) for arm in arms],
         panels=panels,
+        **scripted(charts, [[_seed(run) for run in arm.runs] for arm in arms]),
     )
+
+
+def scripted(charts: Sequence[Chart], seeds: list[list[Any]]) -> dict[str, Any]:
+    """Give what a page's script needs: the script, its hash for the page's policy, and the numbers
+    of the charts.
+
+    Args:
+        seeds: of each arm's runs.
+    """
+    script = Path(__file__).with_name("charts.js").read_text(encoding="utf-8")
+    return {
+        "numbers": {
+            "charts": {chart.name: chart.hover for chart in charts if chart.hover},
+            "seeds": seeds,
+        },
+        "script": Markup(script),
+        "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    }
+
+
+def _seed(run: Run) -> Any:
+    return run.config.get("seed", NOTHING)
 
 
 def lines_text(arms: list[Arm]) -> str:
@@ -191,8 +220,15 @@ def _title(arms: list[Arm], panels: list[Panel]) -> str:
     if not arms:
         return panels[0].title if len(panels) == 1 else f"{len(panels)} comparisons"
     if len(arms) < 3:
-        return " and ".join(arm.label for arm in arms)
+        named = [arm.name if _shared_dtype(arms) else arm.label for arm in arms]
+        return " and ".join(named)
     return f"{sum(len(arm.runs) for arm in arms)} runs"
+
+
+def _shared_dtype(arms: list[Arm]) -> str:
+    """The compute dtype of all runs; empty where they differ, or do not say."""
+    dtypes = {run.config.get("compute_dtype") for arm in arms for run in arm.runs}
+    return str(dtypes.pop()) if len(dtypes) == 1 and None not in dtypes else ""
 
 
 def _steps(run: Run) -> str:
@@ -242,8 +278,8 @@ def _accuracy(arm: Arm) -> str:
             mean, low, high = interval.mean, interval.low, interval.high
         else:
             low, high = (rows[0].get(f"eval/accuracy_{bound}") for bound in ("low", "high"))
-        around = "" if low is None or high is None else f" ({100 * low:.1f}–{100 * high:.1f})"
-        shown.append(f"{100 * mean:.1f} %{around}")
+        around = "" if low is None or high is None else f" ({low:.3f}, {high:.3f})"
+        shown.append(f"{mean:.3f}{around}")
     return " → ".join(shown) or NOTHING
 
 

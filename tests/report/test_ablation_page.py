@@ -54,7 +54,11 @@ def test_verdicts_numbers_and_methods_are_in_the_page_and_in_the_text(record, pa
     # the difference that the study sees, and how far pairs go together
     assert re.search(r"Sees, in 80 % +\S+ +0.030 +0.030\n", printed) and "Sees, in 80 %" in shown
     assert re.search(r"Correlation of pairs +\S+ +0.9 +0.9\n", printed)
-    assert page.index(SENTENCE) < page.index("<table") < page.index("<figure")
+    assert page.index(SENTENCE) < page.index('id="chart-differences"') < page.index("<table")
+    answer = page.partition('id="chart-differences"')[2].partition("</figure>")[0]
+    # of each arm an interval and its middle; the baseline has none
+    assert re.findall(r'class="mean" data-arm="(\d)"', answer) == ["1", "1", "2", "2"]
+    assert "the loss of 0.04 that is allowed" in answer and "less that of bf16" in answer
 
 
 def test_runs_that_were_not_made_alike_are_named(record, tmp_path):
@@ -169,11 +173,11 @@ def test_report_groups_runs_that_differ_in_their_seed_alone(tmp_path):
     assert [run.config["seed"] for run in arms[0].runs] == [8, 9, 10]
     # 0.09 with a standard deviation of 0.01: t(0.975, 2) 0.01 / sqrt(3) = 0.0248
     row = headline(arms[0])
-    assert row["Held-out accuracy, first → last"] == "39.0 % (36.5–41.5) → 99.0 % (96.5–101.5)"
+    assert row["Held-out accuracy, first → last"] == "0.390 (0.365, 0.415) → 0.990 (0.965, 1.015)"
     assert row["Reward, first → last tenth"] == "0.32 (0.295, 0.345) → 0.96 (0.935, 0.985)"
     assert ("seed", ["8, 9, 10", "8, 9, 10", "9"]) in config_differences(arms)
     page = render(arms)
-    assert page.count("Thin: single seeds.") == 1 and "<script" not in page
+    assert page.count("Thin: single seeds.") == 1 and page.count("<button") == 3 + 2
     svg = curve_chart(CURVES[0], arms).svg
     assert len(re.findall(r'class="seed" data-arm="[01]"', svg)) == 6
     assert len(re.findall(r'class="mean" data-arm="[012]"', svg)) == 3
@@ -222,10 +226,11 @@ PROBE = """<!doctype html><meta charset="utf-8">
 document.querySelector("iframe").addEventListener("load", (event) => {{
   const page = event.target.contentDocument, root = page.documentElement;
   const figures = [...page.querySelectorAll("figure")];
-  const svg = figures[0].querySelector("svg"), place = svg.getBoundingClientRect();
+  const figure = page.getElementById("chart-reward-mean");
+  const svg = figure.querySelector("svg"), place = svg.getBoundingClientRect();
   const point = {{clientX: place.left + place.width / 2, clientY: place.top + place.height / 2}};
   svg.dispatchEvent(new event.target.contentWindow.PointerEvent("pointermove", point));
-  const tip = figures[0].querySelector(".tip");
+  const tip = figure.querySelector(".tip");
   const read = tip.hidden ? "" : tip.innerText;
   const mean = svg.querySelector('.mean[data-arm="1"]'), button = page.querySelectorAll("#legend button");
   const before = mean.getBoundingClientRect().width;
@@ -254,7 +259,7 @@ def test_in_a_browser_it_fits_and_its_legend_and_pointer_work(chromium, tmp_path
     (result,) = re.findall(r'<pre id="result">(.*?)</pre>', dom)
     found = json.loads(html.unescape(result))
     assert found["scroll"] <= found["width"] and found["resources"] == []
-    assert len(found["charts"]) == len(CURVES) + 2
+    assert len(found["charts"]) == len(CURVES) + 3
     if width == 390:
         assert found["bottom"] <= 844, "the first chart is on the first screen of a phone"
     # left of the middle of the axes; rewards 0.2 + 0.7 step / 59 + lift, means of three steps
