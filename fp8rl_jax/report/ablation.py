@@ -146,9 +146,10 @@ def _read(path: Path) -> Ablation:
 
 
 def _with_runs(path: Path, record: dict[str, Any]) -> Ablation:
-    """Read the runs of a record. The page of one that has not finished does without its curves
-    where they cannot be read."""
+    """Read the runs of a record; of those whose directories are gone, what the record has of them.
+    The page of one that has not finished does without its curves where they cannot be read."""
     runs: dict[tuple[str, int], Run] = {}
+    gone = 0
     notes = list(_mixed(record))
     for arm in record["arms"]:
         for row in arm["runs"]:
@@ -157,12 +158,19 @@ def _with_runs(path: Path, record: dict[str, Any]) -> Ablation:
             try:
                 if (directory / "metrics.jsonl").is_file():
                     (runs[arm["name"], row["seed"]],) = read_runs([directory])
+                elif row["series"]:
+                    runs[arm["name"], row["seed"]] = _recorded(path, arm, row)
+                    gone += 1
                 elif is_finished:
                     notes.append(f"no curves of {row['directory']}: it has no metrics.jsonl")
             except UserError as error:
                 if is_finished:
                     raise
                 notes.append(f"no curves of {row['directory']}: {str(error).splitlines()[0]}")
+    if gone:
+        notes.append(
+            f"curves of {gone} runs are from this record: their directories have no metrics.jsonl"
+        )
     recipes = list(dict.fromkeys(arm["recipe"] for arm in record["arms"]))
     of_colour: Counter[int] = Counter()
     arms, seeds = [], []
@@ -182,6 +190,29 @@ def _with_runs(path: Path, record: dict[str, Any]) -> Ablation:
         of_colour[colour] += 1
         seeds.append([row["seed"] for row in rows])
     return Ablation(record, arms, seeds, notes)
+
+
+def _recorded(path: Path, arm: dict[str, Any], row: dict[str, Any]) -> Run:
+    """A run as the record's series have it.
+
+    Raises:
+        UserError: a series is damaged.
+    """
+    metrics: dict[int, dict[str, Any]] = {}
+    for key, series in row["series"].items():
+        fault = misfit(series, {"steps": [int], "values": [_MAYBE]}, key)
+        if not fault and len(series["steps"]) != len(series["values"]):
+            fault = f"{key} has not as many steps as values"
+        if fault:
+            raise UserError(
+                f"{path}: series of {row['directory']}: {fault}; run `fp8rl ablate` again"
+            )
+        for step, value in zip(series["steps"], series["values"], strict=True):
+            if value is not None:
+                metrics.setdefault(step, {"step": step})[key] = value
+    config = {"recipe": arm["recipe"], "compute_dtype": arm["compute_dtype"], "seed": row["seed"]}
+    rows = [metrics[step] for step in sorted(metrics)]
+    return Run(row["directory"], path.parent / row["directory"], rows, [], config, "", {}, [])
 
 
 def _mixed(record: dict[str, Any]) -> Iterator[str]:

@@ -120,10 +120,28 @@ def test_colour_is_the_recipe_and_dashes_tell_its_arms_apart(record, tmp_path):
     assert [bool(dashes) for *_, dashes in keys] == [False, False, True]
 
 
-def test_a_record_without_its_runs_still_has_its_verdicts(record, tmp_path):
+def test_a_record_without_its_runs_has_its_verdicts_and_the_curves_that_it_keeps(record, tmp_path):
     path = changed(record, tmp_path, lambda content: None)
+    page = write_page(path).read_text()
+    assert SENTENCE in page and 'id="chart-eval-accuracy"' in page
+    assert 'id="chart-entropy"' not in page
+    said = "curves of 15 runs are from this record: their directories have no metrics.jsonl"
+    assert said in page and f"note: {said}" in text(path)
+
+    def without(content):
+        for arm in content["arms"]:
+            for made in arm["runs"]:
+                made["series"] = {}
+
+    path = changed(record, tmp_path, without)
     assert SENTENCE in write_page(path).read_text()
     assert "note: no curves of bf16-0: it has no metrics.jsonl" in text(path)
+
+    def damaged(content):
+        content["arms"][0]["runs"][0]["series"] = {"entropy": {"steps": [1], "values": []}}
+
+    with pytest.raises(UserError, match="series of bf16-0: entropy has not as many steps"):
+        write_page(changed(record, tmp_path, damaged))
 
 
 def test_one_seed_has_a_value_and_no_interval(tmp_path):
