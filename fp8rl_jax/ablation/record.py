@@ -365,6 +365,7 @@ def _comparisons(
         look=Look(look, design.file.looks),
         resolution=_resolution(design, states),
         by_problem=_by_problem(design, states, count) if metric.over_problems else None,
+        span=1.0 if metric.by_problem else math.inf,
     )
     return [
         as_json(dataclasses.asdict(each)) | {"sentence": sentence(each, metric.margin)}
