@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from fp8rl_jax.precision import Blocks, Format, QTensor, register
 from pallas_kernels.backend import Backend
 
-DOSES = (0, 0.5, 1, 2, 3, 4, 6, 8)
+DOSES = (0, 0.5, 1, 2, 4, 8, 16)
 """What is registered; a point in a name is written as a p: e4m3_x0p5."""
 
 

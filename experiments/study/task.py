@@ -1,12 +1,17 @@
-"""The study's task: running sums modulo 10, written step by step, so that each needs the last.
+"""The study's task: distances of distances, written step by step, so that each needs the last.
 
-    3914=  ->  33921347
+    -3-9-1-4=  ->  33961541
 
-A step writes the next digit of the prompt and the sum so far; what is wrong once stays wrong. The
-warm start learns from demonstrations that slip: with probability `slip` a step adds another digit
-than it has just written, and goes on from there. So the policy that reinforcement learning begins
-with knows the task, is right in about (1 - slip)^steps of its samples, and has the entropy of the
-slips at every step: it is not sure of itself, and what there is to learn is not to slip.
+A step writes the next digit of the prompt, and how far the last result, 0 at first, is from it:
+|0 - 3| = 3, |3 - 9| = 6, |6 - 1| = 5, |5 - 4| = 1. A digit is as far from its place in the prompt
+at every step, which makes long completions learnable. (Sums modulo 10 were tried first: in 400
+updates a policy of this size learns nothing of their table, and of this one most.)
+
+The warm start learns from demonstrations that slip: with probability `slip` a step takes another
+digit than it has just written, and goes on from there. So the policy that reinforcement learning
+begins with knows the task, is right in about (1 - slip)^steps of its samples at best, and has the
+entropy of the slips at every step: it is not sure of itself, and what there is to learn is not to
+slip.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import random
 from typing import Any
 
 
-def sums(count: int, steps: int, slip: float) -> list[dict[str, Any]]:
+def distances(count: int, steps: int, slip: float) -> list[dict[str, Any]]:
     """Draw different problems; the same ones every time.
 
     Args:
@@ -32,7 +37,7 @@ def sums(count: int, steps: int, slip: float) -> list[dict[str, Any]]:
     while len(drawn) < count:
         digits = [draw.randrange(10) for _ in range(steps)]
         slips = [draw.randrange(1, 10) if draw.random() < slip else 0 for _ in digits]
-        text = "".join(map(str, digits))
+        text = "".join(f"-{digit}" for digit in digits)
         drawn[text] = {
             "prompt": f"{text}=",
             "answer": _written(digits, [0] * steps),
@@ -42,8 +47,8 @@ def sums(count: int, steps: int, slip: float) -> list[dict[str, Any]]:
 
 
 def _written(digits: list[int], slips: list[int]) -> str:
-    text, total = "", 0
+    text, last = "", 0
     for digit, slip in zip(digits, slips, strict=True):
-        total = (total + digit + slip) % 10
-        text += f"{digit}{total}"
+        last = abs(last - (digit + slip) % 10)
+        text += f"{digit}{last}"
     return text

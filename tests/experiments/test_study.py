@@ -15,9 +15,11 @@ from tiny_run import LEARNS, metric_rows, train, write_run
 from experiments.study import __main__ as study
 from experiments.study.noise import noise
 from experiments.study.plan import read_plan
-from experiments.study.task import sums
+from experiments.study.task import distances
+from fp8rl_jax.ablation.process import judged
 from fp8rl_jax.ablation.record import JUDGED, run_entry
 from fp8rl_jax.ablation.runner import Runner
+from fp8rl_jax.config.files import read_config
 from fp8rl_jax.config.formats import parse_format
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
@@ -63,19 +65,27 @@ def test_noise_is_as_large_as_it_says_and_new_at_every_sync():
     assert all(map(np.array_equal, jax.tree.leaves(one.norm), jax.tree.leaves(served.norm)))
 
 
+def test_a_judge_has_nothing_of_a_rollouts_error():
+    arguments = {"transform": str(FOLDER / "noise.py:noise"), "transform_args": {"relative": 0.1}}
+    config = read_config(RunConfig, {"rollout": arguments, "recipe": "fp8-rl", "output": "here"})
+    found = judged(config, "bf16")
+    assert (found.recipe, found.rollout.transform, found.model.path) == ("bf16", "", "here/model")
+    assert found.resolved_recipe() == RunConfig().resolved_recipe()
+
+
 def test_every_step_of_the_task_needs_the_one_before():
-    problems = sums(300, 7, 0.15)
-    assert len({row["prompt"] for row in problems}) == 300 and problems == sums(300, 7, 0.15)
+    problems = distances(300, 7, 0.15)
+    assert len({row["prompt"] for row in problems}) == 300 and problems == distances(300, 7, 0.15)
     slips = []
     for row in problems:
-        digits = [int(x) for x in row["prompt"][:-1]]
-        right = [f"{x}{sum(digits[: i + 1]) % 10}" for i, x in enumerate(digits)]
-        assert row["answer"] == "".join(right) and row["shown"][::2] == row["prompt"][:-1]
-        shown = [0, *map(int, row["shown"][1::2])]
-        slips += [(shown[i + 1] - shown[i]) % 10 != x for i, x in enumerate(digits)]
-    assert 0.12 < np.mean(slips) < 0.18
+        digits = [int(x) for x in row["prompt"][1:-1:2]]
+        answer, shown = ([0, *map(int, row[key][1::2])] for key in ("answer", "shown"))
+        assert row["answer"][::2] == row["shown"][::2] == row["prompt"][1:-1:2]
+        assert answer[1:] == [abs(answer[i] - x) for i, x in enumerate(digits)]
+        slips += [shown[i + 1] != abs(shown[i] - x) for i, x in enumerate(digits)]
+    assert 0.1 < np.mean(slips) < 0.17  # another digit may be as far away
     with pytest.raises(ValueError, match="count = 600: there are 1000 problems of 3 steps"):
-        sums(600, 3, 0.1)
+        distances(600, 3, 0.1)
 
 
 def test_without_a_dose_a_run_is_the_unquantized_one(tmp_path):
