@@ -33,7 +33,7 @@ SERIES = (
     "reward/mean",
     "rollout/entropy",
     "optim/grad_norm",
-    "loss/clip_frac",
+    "clip_ratio/region_mean",
     "correction/clip_frac",
     "correction/reject_frac",
     "mismatch/k3",

@@ -121,7 +121,9 @@ def measured(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "reward": of("reward/mean", 5),
         "entropy": of("rollout/entropy", 5),
         "grad norm": of("optim/grad_norm"),
+        "ratios clipped": of("clip_ratio/region_mean"),
         "weights clipped": of("correction/clip_frac"),
+        "rejected": of("correction/reject_frac"),
         "served": of("eval/accuracy", 1),
     }
     return {

@@ -16,6 +16,7 @@ from experiments.study import __main__ as study
 from experiments.study.noise import noise
 from experiments.study.plan import read_plan
 from experiments.study.task import distances
+from fp8rl_jax.ablation import runner
 from fp8rl_jax.ablation.process import judged
 from fp8rl_jax.ablation.record import JUDGED, run_entry
 from fp8rl_jax.ablation.runner import Runner
@@ -242,3 +243,38 @@ def test_the_registered_study_can_be_read(monkeypatch):
     for design in registered.designs.values():
         assert {arm.config.compute_dtype for arm in design.arms} == {"float32"}
         assert run_entry(design, design.arms[0], 0)["status"] in ("missing", "finished")
+
+
+@pytest.mark.slow
+def test_a_cell_is_a_run_with_its_warm_start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    evaluated = {"every": 2, "examples": 8, "batch_size": 8, "temperature": 1.0}
+    settings = {"formats": DOSES, "evaluation": evaluated, "trainer": {"steps": 2}}
+    settings |= {"precision": {"exact": False, "backend": "reference"}}
+    write_run(
+        tmp_path, LEARNS, settings, {"sft": {"steps": 2, "batch_size": 4, "from_scratch": True}}
+    )
+    monkeypatch.setattr(runner, "fingerprint", lambda *_: [{"settings": {}, "golden": {}}])
+    table = {
+        "base": ["run.toml"],
+        "output": "out",
+        "seeds": [3],
+        "baseline": "bf16",
+        "judge": "bf16",
+        "start": "per_seed",
+        "metric": {"name": "judged/accuracy", "margin": 0.05},
+        "lengths": {"6": {}},
+        "recipes": {"x4": {"rollout": {"weight": "e4m3_x4-128x128", "activation": "e4m3_x4"}}},
+        "arms": {"bf16": {"recipe": "bf16"}, "none-4": {"recipe": "x4"}},
+        "pilot": ["6/none-4"],
+    }
+    Path("study.toml").write_text(tomli_w.dumps(table))
+    assert study.main([*WORDS, "--pilot"]) == 0
+    run = json.loads(Path("results/pilot.json").read_text())["runs"]["6/none-4-3"]
+    assert run["status"] == "finished" and run["outcome"] == run["judged"]["judged/accuracy"]
+    assert all(0 < k3 < 1 for k3 in run["series"]["mismatch/k3"]["values"])
+    assert len(run["by_problem"]["correct"]) == 8 and run["cpu_seconds"] > 0
+    assert {"reward/mean", "rollout/entropy", "optim/grad_norm"} <= run["series"].keys()
+    (directory,) = Path("out").glob("6-*")
+    assert (directory / "start-3" / "model").exists() and not (directory / "bf16-3").exists()
+    assert not (directory / "none-4-3" / "checkpoints").exists()
