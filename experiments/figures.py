@@ -1570,7 +1570,7 @@ def paired(
         for name, of in runs.items()
     }
     outcomes = {name: [run["outcome"] for run in of] for name, of in runs.items()}
-    (found,) = compare_arms(outcomes, "before", alpha, by_problem=correct).values()
+    (found,) = compare_arms(outcomes, "before", alpha, by_problem=correct, span=1.0).values()
     return found.difference, correct["before"].shape[1]
 
 

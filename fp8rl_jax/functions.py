@@ -43,6 +43,8 @@ class _Loaded:
 
 _loaded: dict[str, _Loaded] = {}
 """By spec: what `load_once` has loaded and `register` was given."""
+_imported: set[Path] = set()
+"""What `import_once` has imported."""
 
 
 def is_function_spec(spec: str) -> bool:
@@ -102,6 +104,22 @@ def load_function(
             f"{key} = {spec!r}: {module.__file__ or module_name} has no function {function_name!r}"
         )
     return function
+
+
+def import_once(file: str, key: str) -> None:
+    """Import a Python file for what it registers, once in a process.
+
+    Raises:
+        UserError: there is no such file, or it does not import.
+    """
+    path = Path(file).expanduser().resolve()
+    if path in _imported:
+        return
+    try:
+        _import_file(path)
+    except (Exception, SystemExit) as fault:
+        raise UserError(f"{key}: {file!r} does not import: {describe_fault(fault)}") from fault
+    _imported.add(path)
 
 
 def load_once(spec: str, key: str) -> Callable[..., Any]:

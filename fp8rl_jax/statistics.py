@@ -98,7 +98,7 @@ class Comparison:
             alone; 0: over seeds alone.
         correlation: Pearson's, of the pairs' outcomes; None below three pairs or without spread.
         detectable: true difference from 0 that such a study sees with a probability of 80 %; None
-            where the spread is unknown.
+            where the spread is unknown, or where no outcomes can differ by so much.
         verdict: what may be claimed.
         more_pairs: about how many further seeds would tell, with a probability of 80 %, were mean
             and spread what was seen; 0 where only more problems would; None where the study tells,
@@ -219,6 +219,7 @@ def compare_arms(
     look: Look | None = None,
     resolution: float | None = None,
     by_problem: Mapping[str, np.ndarray] | None = None,
+    span: float = math.inf,
 ) -> dict[str, Comparison]:
     """Compare each arm with the baseline, seed by seed.
 
@@ -240,6 +241,8 @@ def compare_arms(
             are means over problems that stand for others; a row of NaN where there is no outcome.
             Intervals are then over seeds and problems; of one seed over problems alone, which
             tells nothing of other seeds.
+        span: the largest difference that two outcomes can have, 1 of an accuracy. Intervals end
+            there, which costs them nothing: the truth is never beyond.
 
     Returns:
         A comparison for each arm but the baseline, in the order of `outcomes`.
@@ -248,6 +251,8 @@ def compare_arms(
         UserError: no such baseline, seeds that differ between arms, or a setting out of range.
     """
     _check(outcomes, baseline, margin, alpha, better, collapsed, resolution, by_problem)
+    if not span > 0:
+        raise UserError(f"span: {span}; give a positive number in the metric's unit")
     names = [name for name in outcomes if name != baseline]
     if not names:
         return {}
@@ -291,17 +296,21 @@ def compare_arms(
         if saturated is not None and verdict == "no worse":
             verdict = "can't tell"
         gain = mean if better == "higher" else -mean
+        detectable = detectable_difference(
+            deviation, int(pairs), level, of_problems=of_problems, degrees=degrees
+        )
+        low, high = float(found.low[i]), float(found.high[i])
+        if math.isfinite(high):  # unknown stays unknown
+            low, high = max(low, -span), min(high, span)
         seeds_help = verdict == "can't tell" and not np.isnan(values[name]).any()
         seeds_help = seeds_help and saturated is None
         comparisons[name] = Comparison(
             arm=name,
             baseline=baseline,
             n=n,
-            difference=Interval(mean, float(found.low[i]), float(found.high[i]), int(pairs)),
+            difference=Interval(mean, low, high, int(pairs)),
             correlation=_correlation(values[name], of_baseline),
-            detectable=detectable_difference(
-                deviation, int(pairs), level, of_problems=of_problems, degrees=degrees
-            ),
+            detectable=None if detectable is None or detectable > span else detectable,
             verdict=verdict,
             more_pairs=_more_pairs(gain, deviation, of_problems, int(pairs), margin, level)
             if seeds_help
@@ -346,11 +355,12 @@ def over_problems(estimate: Estimate, differences: np.ndarray, resolution: np.nd
 
     Seeds and problems are crossed random factors of a table without replicates. The mean's variance
     is that over seeds plus what is left of the problems' mean square when that of the interaction
-    is taken away (Cornfield and Tukey, 1956); its degrees of freedom are Satterthwaite's (1946).
-    Where nearly all is taken away, these are so few that an interval says nothing. Then nothing is
-    taken away, if that makes the interval narrower: it errs on the safe side. Of one pair all that
-    problems spread by is theirs, and where no problem differs the interval is that of the rule of
-    three: 3 of them.
+    is taken away (Cornfield and Tukey, 1956); its degrees of freedom are Satterthwaite's (1946),
+    which are estimates themselves: docs/statistics.md says what that costs few seeds. Where nearly
+    all is taken away, these are so few that an interval says nothing. Then nothing is taken away,
+    if that makes the interval narrower: it errs on the safe side. Of one pair all that problems
+    spread by is theirs, and where no problem differs the interval is that of the rule of three: 3
+    of them.
 
     Args:
         estimate: of the same differences, over seeds.

@@ -239,7 +239,7 @@ def test_problems_never_narrow_an_interval():
 
 
 def test_equal_arms_have_an_interval_however_few_degrees_are_left():
-    """Answers that are right or wrong, four a problem: no accuracy differs by more than 1."""
+    """Answers that are right or wrong, four a problem, and two seeds."""
     rng, widest = np.random.default_rng(5), 0.0
     for _ in range(300):
         easy = rng.normal(0, 1.5, 50)
@@ -253,6 +253,25 @@ def test_equal_arms_have_an_interval_however_few_degrees_are_left():
         more = found.difference.high - alone.difference.high
         widest = max(widest, more)
     assert widest < 1
+
+
+def test_no_interval_of_an_accuracy_reaches_beyond_what_one_can_be():
+    outcomes = {"base": [0.9, 0.5], "arm": [0.4, 0.6]}
+    wide, cut = (compare_arms(outcomes, "base", 0.02, **of)["arm"] for of in ({}, {"span": 1.0}))
+    assert wide.difference.low < -1 and wide.detectable > 1
+    assert (cut.difference.low, cut.difference.high, cut.detectable) == (-1.0, 1.0, None)
+    assert cut.verdict == wide.verdict and cut.more_pairs == wide.more_pairs
+    alone = compare_arms({"base": [0.9], "arm": [0.4]}, "base", 0.02, span=1.0)["arm"]
+    assert alone.difference.low == -math.inf  # not known is not known
+    with pytest.raises(UserError, match="span: 0; give a positive number"):
+        compare_arms(outcomes, "base", 0.02, span=0)
+
+
+def test_studies_of_answers_make_wrong_claims_as_often_as_the_page_says():
+    row = coverage.answers(5, 1024, 1, 0.7, 400)
+    assert 0.91 < row["covered"] < 0.98 and row["better"] < 0.06 and row["worse"] < 0.06
+    equal = coverage.answers(2, 50, 4, 0.0, 2000)
+    assert equal["better"] + equal["worse"] < 0.05 and 0 < equal["beyond"] < 0.03
 
 
 def test_of_one_seed_the_interval_is_over_problems():
@@ -499,7 +518,8 @@ def record() -> dict:
 
 @pytest.fixture(scope="module")
 def simulated() -> dict:
-    return coverage.simulate(STUDIES)
+    # answers of many studies take long; a few of them are simulated in a test of their own
+    return coverage.simulate(STUDIES, answered=0)
 
 
 def test_intervals_and_verdicts_keep_what_they_claim(simulated):

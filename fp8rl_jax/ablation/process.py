@@ -68,16 +68,24 @@ def _given(config: RunConfig, path: str) -> dict[str, Any]:
     return arguments_again(config.task, objects) | {"dataset": dataset}
 
 
+def judged(config: RunConfig, recipe: str) -> RunConfig:
+    """Make the configuration under which a run's model is judged: nothing of its own rollout's
+    error is left, neither formats nor what `rollout.transform` does."""
+    return replace(
+        config.under(recipe),
+        model=replace(config.model, path=str(config.directory / "model")),
+        rollout=replace(config.rollout, transform="", transform_args={}),
+        resume=False,
+    )
+
+
 def _judge(config: RunConfig, recipe: str, given: dict[str, Any]) -> None:
     """Evaluate the trained model once more, under a recipe that all arms have in common."""
     from fp8rl_jax.training.evaluation import evaluate_held_out
     from fp8rl_jax.training.setup import build, reward_pool
     from fp8rl_jax.training.sft import evaluate_text
 
-    trained = replace(config.model, path=str(config.directory / "model"))
-    setup = build(
-        replace(config.under(recipe), model=trained, resume=False), sampled=False, **given
-    )
+    setup = build(judged(config, recipe), sampled=False, **given)
     row: dict[str, Any] = {}
     if config.task.kind == "text":
         found = evaluate_text(setup)

@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -314,11 +314,11 @@ def shared_settings(resolved: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]
     }
 
 
-def run_entry(design: Design, arm: Arm, seed: int) -> dict[str, Any]:
-    """Give what a record keeps of a run, from its directory."""
+def run_entry(design: Design, arm: Arm, seed: int, kept: Sequence[str] = KEPT) -> dict[str, Any]:
+    """Give what a record keeps of a run, from its directory, with every value of metrics `kept`."""
     name, state = design.run_name(arm, seed), run_state(design, arm, seed)
     directory, series = design.directory / name, {}
-    for metric in KEPT:
+    for metric in kept:
         known = [row for row in state.rows if row.get(metric) is not None]
         series[metric] = {
             "steps": [row["step"] for row in known],
@@ -365,6 +365,7 @@ def _comparisons(
         look=Look(look, design.file.looks),
         resolution=_resolution(design, states),
         by_problem=_by_problem(design, states, count) if metric.over_problems else None,
+        span=1.0 if metric.by_problem else math.inf,
     )
     return [
         as_json(dataclasses.asdict(each)) | {"sentence": sentence(each, metric.margin)}

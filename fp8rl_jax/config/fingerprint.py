@@ -104,9 +104,10 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def data_files(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (path, SHA-256) of the files that a task names, where they are files."""
+    """Yield (path, SHA-256) of the files that a task names, where they are files, and of those that
+    register formats."""
     task = config.task
-    specs = [task.name, task.eval_path, *task.reward.specs.values()]
+    specs = [task.name, task.eval_path, *task.reward.specs.values(), *config.formats]
     for spec in specs:
         for pattern in (spec, spec.rpartition(":")[0]):
             path = Path(pattern).expanduser()

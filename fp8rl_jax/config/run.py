@@ -24,7 +24,7 @@ from fp8rl_jax.config.training import (
 )
 from fp8rl_jax.config.vllm import VllmConfig, vllm_problems
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.functions import function_faults, settle
+from fp8rl_jax.functions import function_faults, import_once, settle
 
 
 @dataclass(frozen=True)
@@ -245,6 +245,9 @@ class RunConfig:
     recipes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Recipes of one's own, {name: row}: [recipes.my-fp8] with a `base` and any field of a recipe.
     Rows of several files add up; on the command line, --recipes.my-fp8.kv-margin 1.1."""
+    formats: tuple[str, ...] = ()
+    """Python files that register number formats of one's own (`fp8rl_jax.precision.register`),
+    imported before the recipe is read, in every process of the run."""
     compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of everything that the recipe does not quantize; master weights are float32 unless the
     recipe says otherwise. float16 rounds 8 times finer than bfloat16, so rollout and trainer differ
@@ -274,6 +277,10 @@ class RunConfig:
     mesh: MeshConfig = MeshConfig()
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     plan: PlanConfig = PlanConfig()
+
+    def __post_init__(self) -> None:
+        for file in self.formats:
+            import_once(file, "formats")
 
     @property
     def precision_text(self) -> str:
