@@ -50,6 +50,7 @@ from fp8rl_jax.models.policy import (
     with_scales,
 )
 from fp8rl_jax.models.tensors import parameter_shapes, stack_of
+from fp8rl_jax.parallel import devices_of
 from fp8rl_jax.precision import (
     Compute,
     QTensor,
@@ -99,6 +100,7 @@ def trainer_policy(
         probability=recipe.trainer.probability,
         remat=remat,
         attention_chunk=attention_chunk,
+        tensor_parts=1 if recipe.exact else devices_of("mlp"),
     )
     served = with_compute(cast(policy, dtype, recipe.weight_rounding), compute)
     kinds = linear_formats(policy.config, recipe, "trainer")

@@ -48,7 +48,13 @@ from fp8rl_jax.models.policy import (
     equal_runs,
     run_of_layers,
 )
-from fp8rl_jax.parallel import DECODE_RULES, constrain, left_inside, policy_shardings
+from fp8rl_jax.parallel import (
+    DECODE_RULES,
+    constrain,
+    devices_of,
+    left_inside,
+    policy_shardings,
+)
 from fp8rl_jax.precision import Compute, as_weight, multiply_all
 from pallas_kernels.matmul import flatten_many_rows
 from pallas_kernels.rounding import rounded
@@ -116,12 +122,19 @@ class TransformerLayer:
         rows = flatten_many_rows(x)
         operands = [as_weight(w.value) for w in weights]
 
-        def multiply(_, alike: list[Any]) -> list[Array]:
+        def multiply(kind: tuple[Any, int], alike: list[Any]) -> list[Array]:
             prepared = self.prepare(rows, alike[0])
-            return multiply_all(prepared, alike, out_dtype, self.compute)
+            return multiply_all(prepared, alike, out_dtype, self.compute, kind[1])
 
-        products = _by_kind(multiply, operands, map(jax.tree.structure, operands))
+        kinds = zip(map(jax.tree.structure, operands), map(self.parts, weights), strict=True)
+        products = _by_kind(multiply, operands, kinds)
         return [product.reshape(*x.shape[:-1], -1) for product in products]
+
+    def parts(self, weight: Tensor) -> int:
+        """Into how many the devices' parts of a weight cut its outputs, where the trainer joins
+        them."""
+        joins = self.compute.tensor_parts > 1 and isinstance(weight, Weight)
+        return devices_of(weight.axes[-2]) if joins else 1
 
     def project_cached(self, x: Array, weight: Tensor) -> Array:
         """Multiply what the cache keeps, [rows, slots, n]."""

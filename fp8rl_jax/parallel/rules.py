@@ -163,6 +163,13 @@ def constrain(x: jax.Array, *axes: str | None, rules: ShardingRules = DEFAULT_RU
     return jax.lax.with_sharding_constraint(x, _partition_spec(entries))
 
 
+def devices_of(logical: str, rules: ShardingRules = DEFAULT_RULES) -> int:
+    """Count the devices over which XLA splits an axis of that name; 1 without a mesh."""
+    auto = left_to_xla()
+    axes = tuple(axis for axis in rules.mesh_axes(logical) if axis in auto)
+    return _parts(axes, jax.sharding.get_abstract_mesh())
+
+
 def splitting_axes(rows: int, rules: ShardingRules = DEFAULT_RULES) -> tuple[str, ...]:
     """Find the mesh axes over which so many rows are split, for a `jax.shard_map` over these.
 

@@ -43,6 +43,9 @@ class Compute:
         remat: recompute each layer in the backward pass instead of keeping its activations.
         attention_chunk: queries whose scores exist at one time where many are run at once; 0: all.
             None: all, and 128 in rows of 2^20 pairs of query and key or more.
+        tensor_parts: devices over which XLA splits the outputs or inputs of each linear. Above 1,
+            weights that share an input are multiplied as one, so that their gradients of it are
+            added over devices at once; and parts of sums travel in the compute dtype.
     """
 
     backend: Backend = "auto"
@@ -52,6 +55,7 @@ class Compute:
     probability: TensorFormat = COMPUTE
     remat: bool = False
     attention_chunk: int | None = None
+    tensor_parts: int = 1
 
     exact: ClassVar[bool] = False
     """Whether a token's results have the same bits whatever else is computed beside it."""
@@ -243,7 +247,12 @@ class Compute:
         """Multiply quantized rows by the transpose of a quantized weight, as `product` does."""
         if group_sizes is None:
             return blockwise_matmul(
-                x, w, out_dtype, batch_invariant=self.exact, backend=self.backend
+                x,
+                w,
+                out_dtype,
+                batch_invariant=self.exact,
+                sum_dtype=jnp.float32 if self.tensor_parts == 1 else out_dtype,
+                backend=self.backend,
             )
         return grouped_matmul(x, w, group_sizes, out_dtype, backend=self.backend)
 

@@ -38,6 +38,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import jax
@@ -300,10 +301,22 @@ def linear(
 
 
 def multiply_all(
-    x: Any, weights: Sequence[LinearWeight], out_dtype: jnp.dtype, compute: Compute
+    x: Any,
+    weights: Sequence[LinearWeight],
+    out_dtype: jnp.dtype,
+    compute: Compute,
+    parts: int = 1,
 ) -> list[Float[Array, "*m n"]]:
     """Multiply one input, prepared by any of them, by weights of one kind: as each of them would,
-    and in one kernel where Hopper has one for all."""
+    and in one kernel where Hopper has one for all.
+
+    Args:
+        parts: devices over which the outputs of each are split, where they are to be multiplied as
+            one weight (`Compute.tensor_parts`).
+    """
+    if len(weights) > 1 and (one := _joined(weights, parts)) is not None:
+        product = one.multiply(x, out_dtype, compute)
+        return _apart(product, [w.shape[0] for w in weights], parts)
     quantized = [w for w in weights if isinstance(w, QuantizedWeight)]
     if (
         isinstance(x, QuantizedInput)
@@ -313,6 +326,36 @@ def multiply_all(
     ):
         return _quantized_linears(x, quantized, out_dtype, compute)
     return [weight.multiply(x, out_dtype, compute) for weight in weights]
+
+
+def _joined(weights: Sequence[LinearWeight], parts: int) -> LinearWeight | None:
+    """One weight of several, whose part of each device is that device's part of each of them; None
+    where a part is no whole number of blocks, or another copy of a weight would have to follow."""
+
+    def join(*arrays: Array) -> Array:
+        split = [x.reshape(parts, -1, *x.shape[1:]) for x in arrays]
+        return jnp.concatenate(split, axis=1).reshape(-1, *arrays[0].shape[1:])
+
+    def fits(weight: LinearWeight) -> bool:
+        n = weight.shape[0]
+        if isinstance(weight, PlainWeight):
+            return isinstance(weight.values, Array) and weight.values.ndim == 2 and n % parts == 0
+        if not isinstance(weight, QuantizedWeight) or weight.turned is not None:
+            return False
+        side = weight.quantized.format.block[0]
+        sides = {x.shape[0] for x in jax.tree.leaves(weight.quantized)}
+        return n % (parts * side) == 0 and sides <= {n, n // side}
+
+    if parts == 1 or not all(map(fits, weights)):
+        return None
+    return jax.tree.map(join, *weights)
+
+
+def _apart(product: Array, sizes: Sequence[int], parts: int) -> list[Array]:
+    """The product of each of `_joined` weights, from that of all."""
+    lead, ends = product.shape[:-1], [*accumulate(size // parts for size in sizes)]
+    by_part = jnp.split(product.reshape(*lead, parts, -1), ends[:-1], axis=-1)
+    return [x.reshape(*lead, -1) for x in by_part]
 
 
 def predequantize(weight: Stored, compute: Compute) -> Stored:
@@ -341,7 +384,32 @@ def predequantize(weight: Stored, compute: Compute) -> Stored:
 
 def _unquantized_product(x, values, out_dtype, compute: Compute, group_sizes: Sizes) -> Array:
     x = x.astype(values.dtype) if isinstance(values, Array) else x
+    if compute.tensor_parts > 1 and group_sizes is None and x.dtype == out_dtype:
+        return _summed_product(x, values)
     return rounded(compute.product(x, values, group_sizes, out_dtype), out_dtype)
+
+
+@jax.custom_vjp
+def _summed_product(x: Float[Array, "*m k"], w: Float[Array, "n k"]) -> Float[Array, "*m n"]:
+    """x w^T in x's dtype; in that, too, parts of it and of dX are added over devices. dW is float32
+    as long as it is added."""
+    return jax.lax.dot_general(
+        x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=x.dtype
+    )
+
+
+def _summed_backward(operands: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    (x, w), tokens = operands, tuple(range(dy.ndim - 1))
+    dx = jax.lax.dot_general(
+        dy, w, (((dy.ndim - 1,), (0,)), ((), ())), preferred_element_type=x.dtype
+    )
+    dw = jax.lax.dot_general(
+        dy, x, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32
+    )
+    return dx, rounded(dw, w.dtype)
+
+
+_summed_product.defvjp(lambda x, w: (_summed_product(x, w), (x, w)), _summed_backward)
 
 
 def _quantized_input(x: Array, fmt: TensorFormat, compute: Compute) -> QuantizedInput | Array:
@@ -414,7 +482,8 @@ def _backward(out_dtype, compute, residuals, dy):
             dw = _outer_product(_float32(rows), _float32(_rows(saved)), sizes)
     else:
         dyq, along = _gradient_operands(rows, precision, sizes, saved is not None, backend)
-        dx = Compute(backend).quantized_product(dyq, w, sizes, like.dtype)[: len(rows)]
+        inexact = Compute(backend, tensor_parts=compute.tensor_parts)
+        dx = inexact.quantized_product(dyq, w, sizes, like.dtype)[: len(rows)]
         if along is not None:
             dy_along, aligned = along
             x_along = saved

@@ -14,9 +14,10 @@ added: a layer waits for its own sums.
     sync        masters read, what is served written
 
 Completions count as long as they may be; forwards for the log-probabilities of an older or a
-reference policy do not count. What is sent is what XLA makes of this library's programs
-today, not what would be needed at least: sums over tensor travel in float32, eight a layer, and the
-gradients of linears that are not quantized are summed apart for prompts and completions.
+reference policy do not count. What is sent is what XLA makes of this library's programs today, not
+what would be needed at least: sums over tensor travel in float32 in a rollout, and in an update
+where the weights are an adapter's base; the gradients of linears that are not quantized are summed
+apart for prompts and completions.
 `python -m experiments.collectives` compiles programs, and tests/training/test_roofline.py holds
 these bytes to its record.
 """
@@ -47,8 +48,12 @@ from fp8rl_jax.training.checks import check_mesh
 from fp8rl_jax.training.performance import attention_flops, update_flops
 from fp8rl_jax.training.plan import Footprint, abstract_mesh, footprint, memory_plan
 
-_FORWARD_SUMS, _BACKWARD_SUMS = 2, 4
-"""Float32 sums of hidden states over tensor in a layer."""
+_FORWARD_SUMS, _AGAIN_SUMS, _BACKWARD_SUMS = 2, 1, 2
+"""Sums of hidden states over tensor in a layer: of attention and feed-forward; of the attention
+alone where the layer is computed again; of the gradients of what queries, keys and values share,
+and gate and up."""
+_APART_SUMS = 5
+"""Of these gradients, where each weight has its own."""
 _RANKED = 8
 
 
@@ -225,11 +230,12 @@ def _update(
     # of adapters the base is gathered, and theirs is next to nothing
     served = held.gathered if quantized or frozen else elements * f * width
     halves = 1 if quantized else 2
-    sums = _FORWARD_SUMS * (1 + again) + _BACKWARD_SUMS
+    backward, sum_width = (_APART_SUMS, 4) if frozen else (_BACKWARD_SUMS, width)
+    sums = (_FORWARD_SUMS + again * _AGAIN_SUMS + backward) * tokens * shape.hidden_size
     sent = {
         "fsdp": parts * (2 * _ring(served, f) + halves * _ring(4 * elements * f, f)),
         "data": halves * 2 * _ring(held.gradients, d),
-        "tensor": 2 * _ring(sums * shape.num_layers * tokens * shape.hidden_size * 4, tensor),
+        "tensor": 2 * _ring(shape.num_layers * sums * sum_width, tensor),
         "expert": (3 + again) * _routed(shape, tokens, sizes["expert"]),
     }
     if frozen:

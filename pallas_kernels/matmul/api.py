@@ -63,6 +63,7 @@ def blockwise_matmul(
     out_dtype: jnp.dtype = jnp.bfloat16,
     *,
     batch_invariant: bool = False,
+    sum_dtype: jnp.dtype = jnp.float32,
     backend: Backend = "auto",
 ) -> Float[Array, "*batch n"]:
     """Multiply x @ w.T of quantized operands, scaled block by block and accumulated in float32.
@@ -81,6 +82,8 @@ def blockwise_matmul(
         batch_invariant: on Hopper, many rows add in the parts into which up to 128 rows split the
             contraction to fill the GPU, so that a row has the same bits whatever is multiplied with
             it; that takes a tenth to a quarter longer.
+        sum_dtype: what the kernel's parts are rounded to before they are added over devices, where
+            a mesh splits the contraction.
         backend: implementation; hopper has kernels for `Blocks` of a weight of (128, 128) and (1,
             128), "auto" is the reference for others.
 
@@ -93,11 +96,10 @@ def blockwise_matmul(
         return reference.matmul(x, w, out_dtype)
     from pallas_kernels.matmul import hopper  # importing Pallas takes longer than importing JAX
 
-    # what is added over devices is added in float32
     kernel = partial(
         hopper.matmul,
         w_block=w.block,
-        out_dtype=jnp.float32 if on_mesh() else out_dtype,
+        out_dtype=sum_dtype if on_mesh() else out_dtype,
         batch_invariant=batch_invariant,
     )
     lead = " ".join(f"m{axis}" for axis in range(len(x.shape) - 1))

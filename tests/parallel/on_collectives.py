@@ -4,6 +4,7 @@ loaded."""
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +60,27 @@ def update() -> dict[str, dict[str, int]]:
     return told
 
 
+def sums() -> dict[str, float]:
+    """Sums of hidden states over tensor in a layer of an update; by recipe."""
+    shape = replace(SHAPE, num_kv_heads=SHAPE.num_heads, head_dim=64, intermediate_size=256)
+    told = {}
+    for recipe in ("bf16", "jet-rl"):
+        config = replace(config_of({"data": 4, "tensor": 2}), recipe=recipe)
+        tokens = (16 * 8 + 32 * 24) / 4
+        found = collectives(lower_update(shape, config, make_mesh(config.mesh)).compile().as_text())
+        names = dict.fromkeys(("data", "fsdp", "expert", "tensor"), 1) | {"data": 4, "tensor": 2}
+        looped = sum(
+            one.times * math.prod(sides)
+            for one in found
+            if one.kind == "all-reduce" and one.axes(names) == ("tensor",)
+            if one.times > 1 and "shard_map" not in one.where  # those of the output head
+            for dtype, sides in one.arrays
+            if dtype == "f32"
+        )
+        told[recipe] = looped / (shape.num_layers * tokens * shape.hidden_size)
+    return told
+
+
 def decode() -> dict[str, dict[str, int]]:
     """Bytes of one step of the decode loop, of both engines."""
     told = {}
@@ -86,7 +108,7 @@ def loaded() -> dict[str, float]:
 
 
 def main() -> None:
-    print(json.dumps({"update": update(), "decode": decode(), "loaded": loaded()}))
+    print(json.dumps({"update": update(), "sums": sums(), "decode": decode(), "loaded": loaded()}))
 
 
 if __name__ == "__main__":

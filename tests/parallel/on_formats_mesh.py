@@ -40,7 +40,12 @@ MOE = PolicyConfig(
     experts=ExpertsConfig(count=4, per_token=2, intermediate_size=96, normalize=True),
 )
 DENSE = replace(MOE, architecture="qwen3", experts=None)
+# parts of two devices are whole blocks: linears that share an input are multiplied as one
+BLOCKS = replace(DENSE, num_kv_heads=4, head_dim=64, intermediate_size=256)
+SHAPES = {"nvfp4": DENSE, "bf16": BLOCKS, "jet-rl": BLOCKS}
 RECIPES = {
+    "bf16": {},
+    "jet-rl": {"exact": False},
     "mxfp8": {},
     # dense: tokens of an expert are grouped on each device by themselves, and under scales that are
     # no powers of two other groups are other values; nearest: what is drawn is a hash of the
@@ -68,7 +73,7 @@ def main() -> None:
     mesh, answers = make_mesh(MeshConfig(1, 2, 2, 2)), {}
     for name, changes in RECIPES.items():
         recipe = changed(name, **changes)
-        policy = init_policy(DENSE if name == "nvfp4" else MOE, jax.random.key(0))
+        policy = init_policy(SHAPES.get(name, MOE), jax.random.key(0))
         policy = jax.tree.map(lambda x: x * 5 if x.ndim > 2 else x, policy)
 
         def loss(policy, tokens, recipe=recipe):

@@ -88,6 +88,13 @@ def test_an_update_sends_weights_and_gradients(found):
 
 
 @pytest.mark.slow
+def test_weights_that_share_an_input_share_the_sum_of_its_gradient(found):
+    """Two sums of a layer's results, one of attention where it is computed again, and two of
+    gradients, in place of one for each of five linears."""
+    assert found["sums"] == {"bf16": 5, "jet-rl": 5}
+
+
+@pytest.mark.slow
 def test_a_decode_step_sends_nothing_that_grows_with_the_batch(found):
     """Nothing at all but over tensor, where each device's part of a sum has to be added up."""
     for mesh, sent in found["decode"].items():
