@@ -28,7 +28,7 @@ UNOPTIMIZED := --xla_backend_optimization_level=0 --xla_backend_extra_options=xl
 # what is used: with pip 26, which the first line of the install brings, a new .venv takes half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo ablation test slow chaos vllm test-vllm vllm-in-process test-vllm-in-process peers hopper mutants toolchain lint browser clean
+.PHONY: help install demo ablation test slow night chaos vllm test-vllm vllm-in-process test-vllm-in-process peers hopper mutants toolchain lint browser clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -75,6 +75,11 @@ test: lint browser ## lint, then all tests but those of make slow and make hoppe
 
 slow: install ## the tests that take longest: whole runs, several processes, killed and resumed ones
 	$(call both,$(HERE) and slow)
+
+# Jupyter is of no use to a run, so it is installed here alone.
+night: slow ## make slow, then every notebook as it is, headless; writes experiments/results/night.json
+	@$(BIN)/pip install -qq --no-compile -c constraints.txt -e '.[notebooks]'
+	@$(BIN)/python -m experiments.notebooks
 
 chaos: install ## kill runs at 30 random moments, and go on: the same bits; 500 steps: the same memory
 	@$(BIN)/python -m experiments.chaos

@@ -682,7 +682,9 @@ class _Screen:
     def __init__(self, runner: Runner, total: int) -> None:
         self.runner, self.total = runner, total
         self.console = Console(force_jupyter=False)
-        terminal = runner.report is print and self.console.is_terminal
+        # Jupyter sets FORCE_COLOR, by which its cells pass for terminals
+        terminal = self.console.is_terminal and not Console().is_jupyter
+        terminal = terminal and runner.report is print
         self.live = Live(console=self.console, auto_refresh=False) if terminal else None
         self.has_told = bool(runner._seconds)
 

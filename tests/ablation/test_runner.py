@@ -288,6 +288,15 @@ def test_a_terminal_shows_a_table_of_what_runs(study, fake, monkeypatch):
     assert "/2" in said and "bf16-0: finished" in said and "of 4 done" in said
 
 
+def test_a_notebook_gets_plain_lines(study, fake, monkeypatch, capsys):
+    """Jupyter says that it shows colours."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    fp8rl.ablate(study())
+    said = capsys.readouterr().out
+    assert "bf16-0: finished" in said and "\x1b" not in said
+
+
 def test_a_changed_file_is_named_and_refused(study, fake, tmp_path):
     ablate(study())
     before = Path("out/ablation.json").read_text()
