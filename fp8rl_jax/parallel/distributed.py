@@ -75,6 +75,8 @@ def initialize(config: MeshConfig, environ: Mapping[str, str] = os.environ) -> N
             all processes come, each with a number of its own, or a launcher has started several
             and does not say where process 0 is.
     """
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        _spare_threads()
     place, devices = _explicit(config, environ), None
     if place is None:
         launcher, count, number = _launched(environ)
@@ -86,6 +88,7 @@ def initialize(config: MeshConfig, environ: Mapping[str, str] = os.environ) -> N
         devices = _local_devices(environ)
         place = _detected()
     address, count, process = place
+    _spare_threads()
     # it would take SIGTERM for itself; training/stopping.py does what is wanted then
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -107,6 +110,12 @@ def initialize(config: MeshConfig, environ: Mapping[str, str] = os.environ) -> N
         _RUN.watch.start()
         # runs before jax's own exit function, because it is registered after it
         atexit.register(_RUN.watch.farewell, 0)
+
+
+def _spare_threads() -> None:
+    """Give a CPU more threads than cores: each program that has begun holds one for each device as
+    long as it waits for others, and with none left all wait for ever."""
+    os.environ.setdefault("PJRT_NPROC", str(max(16, os.cpu_count() or 1)))
 
 
 class _Run:

@@ -129,6 +129,19 @@ def test_explicit_arguments_come_first(calls):
     assert call["local_device_ids"] is None
 
 
+@pytest.mark.parametrize("given", [None, "40"])
+def test_a_process_that_waits_for_others_has_threads_to_spare(calls, monkeypatch, given):
+    """With as many as cores, a run of two processes with two simulated devices each stood still at
+    its second checkpoint, on two cores, in seven of seven tries."""
+    monkeypatch.setenv("PJRT_NPROC", given or "")
+    if given is None:
+        del os.environ["PJRT_NPROC"]
+    initialize(MeshConfig(), {})
+    assert os.environ.get("PJRT_NPROC") == given
+    initialize(MeshConfig(coordinator="node0:1234", num_processes=2, process_id=1), {})
+    assert os.environ["PJRT_NPROC"] == (given or str(max(16, os.cpu_count() or 1)))
+
+
 @pytest.mark.parametrize(
     ("environ", "devices"),
     [
