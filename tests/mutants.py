@@ -1861,6 +1861,36 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
+        "precision/linear.py",
+        "parallel/test_collectives.py",
+        (
+            "weights-that-share-an-input-apart",
+            "if parts == 1 or not all(map(fits, weights)):",
+            "if True:",
+            "share_an_input",
+        ),
+    ),
+    *of(
+        "precision/linear.py",
+        "parallel/test_formats_mesh.py",
+        (
+            "joined-weights-in-their-own-order",
+            "product.reshape(*lead, parts, -1), ends[:-1], axis=-1)",
+            "product, [parts * end for end in ends[:-1]], axis=-1)",
+            "codes_are",
+        ),
+    ),
+    *of(
+        "parallel/distributed.py",
+        "parallel/test_distributed.py",
+        (
+            "no-threads-to-spare",
+            "address, count, process = place _spare_threads()",
+            "address, count, process = place",
+            "threads_to_spare",
+        ),
+    ),
+    *of(
         "rollout/sampler.py",
         "parallel/test_collectives.py",
         (
