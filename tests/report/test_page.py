@@ -125,7 +125,7 @@ def test_every_run_is_called_by_its_recipe_and_compute_dtype(tmp_path):
     assert all(text.count(label) >= 5 for label in labels)
     assert ">float32 compute</text>" in page and ">bfloat16 compute</text>" in page
     legend = re.findall(r"<button[^>]*>.*?</svg>(.*?)</button>", page)
-    assert legend == labels
+    assert legend == labels and ">single steps</button>" in page
     named = legend + re.findall(r"<th>(.*?)</th>", page)
     assert "bf16" not in named
     assert config_differences(arms)[0] == ("compute_dtype", ['"float32"', '"bfloat16"'])
