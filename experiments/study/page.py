@@ -36,7 +36,7 @@ def compare(
     return compare_arms(
         {name: [run["outcome"] for run in each] for name, each in of.items()},
         against,
-        plan.file.metric.margin or 0.0,
+        plan.margin,
         alpha=alpha,
         collapsed={
             name: [run["status"] == "collapsed" for run in each] for name, each in of.items()
@@ -59,7 +59,7 @@ def _by_problem(run: Mapping[str, Any], width: int) -> np.ndarray:
 def answer(plan: Plan, runs: Runs, question: Question) -> list[str]:
     """Answer a question: a sentence for each comparison, or what is missing."""
     lengths = question.lengths or tuple(plan.designs)
-    against, margin = question.against or plan.file.baseline, plan.file.metric.margin or 0.0
+    against = question.against or plan.file.baseline
     arms = [against, *question.arms]
     seeds = {length: whole(plan, runs, length, arms) for length in lengths}
     lacking = [
@@ -73,7 +73,7 @@ def answer(plan: Plan, runs: Runs, question: Question) -> list[str]:
         return _longer(plan, runs, question, lengths, against)
     alpha = plan.file.alpha / len(lengths)
     return [
-        f"{length} tokens: {sentence(found, margin)}"
+        f"{length} tokens: {sentence(found, plan.margin)}"
         for length in lengths
         for found in compare(plan, runs, length, question.arms, against, alpha).values()
     ]
@@ -92,8 +92,8 @@ def _longer(
                 pair = [runs[f"{length}/{each}-{seed}"]["outcome"] for each in (arm, against)]
                 gaps[name].append(None if None in pair else pair[0] - pair[1])
         alpha = plan.file.alpha / len(question.arms)
-        found = compare_arms(gaps, short, plan.file.metric.margin or 0.0, alpha=alpha)[long]
-        lines.append(f"{arm} - {against}, {sentence(found, plan.file.metric.margin or 0.0)}")
+        found = compare_arms(gaps, short, plan.margin, alpha=alpha)[long]
+        lines.append(f"{arm} - {against}, {sentence(found, plan.margin)}")
     return lines
 
 
@@ -149,6 +149,11 @@ def cells_table(plan: Plan, runs: Runs, length: str) -> str:
     return f"### {length} tokens\n\n{table(heads, rows)}\n"
 
 
+def _family(name: str) -> str:
+    """What arms of several doses have in common: "tis" of tis-8."""
+    return name.rpartition("-")[0] or name
+
+
 def draw(plan: Plan, runs: Runs, path: Path) -> bool:
     """Draw response against dose, a panel for each length; whether there was anything to draw."""
     import matplotlib
@@ -157,14 +162,15 @@ def draw(plan: Plan, runs: Runs, path: Path) -> bool:
     matplotlib.rcParams["svg.hashsalt"] = "study"
     import matplotlib.pyplot as plt
 
+    baseline = plan.file.baseline
     figure, axes = plt.subplots(
         1, len(plan.designs), figsize=(5.2 * len(plan.designs), 4.4), sharey=True, squeeze=False
     )
     families = dict.fromkeys(
-        arm.name.rpartition("-")[0] or arm.name
+        _family(arm.name)
         for design in plan.designs.values()
         for arm in design.arms
-        if arm.name != plan.file.baseline
+        if arm.name != baseline
     )
     drawn = False
     for axis, (length, design) in zip(axes[0], plan.designs.items(), strict=True):
@@ -172,10 +178,9 @@ def draw(plan: Plan, runs: Runs, path: Path) -> bool:
             points = []
             for arm in design.arms:
                 name = arm.name
-                if (name.rpartition("-")[0] or name) != family or name == plan.file.baseline:
+                if _family(name) != family or name == baseline:
                     continue
-                against = plan.file.baseline
-                found = compare(plan, runs, length, [name], against, plan.file.alpha).get(name)
+                found = compare(plan, runs, length, [name], baseline, plan.file.alpha).get(name)
                 if found is None or not found.difference.n:
                     continue
                 seeds = whole(plan, runs, length, [name])
@@ -199,7 +204,7 @@ def draw(plan: Plan, runs: Runs, path: Path) -> bool:
             )
             drawn = True
         axis.axhline(0, color="black", linewidth=0.8)
-        axis.axhline(-(plan.file.metric.margin or 0), color="black", linewidth=0.6, linestyle=":")
+        axis.axhline(-plan.margin, color="black", linewidth=0.6, linestyle=":")
         axis.set(xscale="log", title=f"{length} tokens", xlabel="dose: mismatch k3 of the run")
         axis.grid(alpha=0.25)
     axes[0][0].set_ylabel("response: accuracy under bf16, less the baseline's")
@@ -237,7 +242,7 @@ def page(plan: Plan, record: Mapping[str, Any], picture: bool) -> str:
     )
     methods = f"""
         Fixed beforehand, in `experiments/study/study.toml`: {len(plan.cells)} cells, {len(plan.seeds)} paired seeds, the
-        outcome ({file.metric.name}, higher is better, of answers sampled at temperature 1), the margin {file.metric.margin:g}
+        outcome ({file.metric.name}, higher is better, of answers sampled at temperature 1), the margin {plan.margin:g}
         and the questions. A question's comparisons share an error of {file.alpha:g}: evenly over lengths, by Holm over
         arms. Intervals are over seeds and held-out problems ([statistics.md](statistics.md)); over seeds alone where lengths
         are compared.{rule} Diverged runs are counted by Barnard's exact test, and none is left out.

@@ -100,6 +100,12 @@ class Plan:
         return {cell.name: cell for cell in made}
 
     @property
+    def margin(self) -> float:
+        """How far an arm may fall behind; `read_design` has refused a file without one."""
+        assert self.file.metric.margin is not None
+        return self.file.metric.margin
+
+    @property
     def seeds(self) -> tuple[int, ...]:
         """Of all cells."""
         return next(iter(self.designs.values())).seeds

@@ -100,7 +100,7 @@ def trainer_policy(
         probability=recipe.trainer.probability,
         remat=remat,
         attention_chunk=attention_chunk,
-        tensor_parts=1 if recipe.exact else devices_of("mlp"),
+        joins=not recipe.exact and devices_of("mlp") > 1,
     )
     served = with_compute(cast(policy, dtype, recipe.weight_rounding), compute)
     kinds = linear_formats(policy.config, recipe, "trainer")

@@ -133,7 +133,7 @@ class TransformerLayer:
     def parts(self, weight: Tensor) -> int:
         """Into how many the devices' parts of a weight cut its outputs, where the trainer joins
         them."""
-        joins = self.compute.tensor_parts > 1 and isinstance(weight, Weight)
+        joins = self.compute.joins and isinstance(weight, Weight)
         return devices_of(weight.axes[-2]) if joins else 1
 
     def project_cached(self, x: Array, weight: Tensor) -> Array:

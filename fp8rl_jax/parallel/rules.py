@@ -158,16 +158,14 @@ def constrain(x: jax.Array, *axes: str | None, rules: ShardingRules = DEFAULT_RU
         raise ValueError(f"constrain: {len(axes)} axis names {axes} for shape {x.shape}")
     entries = []
     for logical, side in zip(axes, x.shape, strict=True):
-        chosen = tuple(axis for axis in rules.mesh_axes(logical) if axis in auto)
+        chosen = _split_over(logical, rules)
         entries.append(chosen if side % _parts(chosen, mesh) == 0 else PartitionSpec.UNCONSTRAINED)
     return jax.lax.with_sharding_constraint(x, _partition_spec(entries))
 
 
 def devices_of(logical: str, rules: ShardingRules = DEFAULT_RULES) -> int:
     """Count the devices over which XLA splits an axis of that name; 1 without a mesh."""
-    auto = left_to_xla()
-    axes = tuple(axis for axis in rules.mesh_axes(logical) if axis in auto)
-    return _parts(axes, jax.sharding.get_abstract_mesh())
+    return _parts(_split_over(logical, rules), jax.sharding.get_abstract_mesh())
 
 
 def splitting_axes(rows: int, rules: ShardingRules = DEFAULT_RULES) -> tuple[str, ...]:
@@ -176,9 +174,7 @@ def splitting_axes(rows: int, rules: ShardingRules = DEFAULT_RULES) -> tuple[str
     None without a mesh, inside of such a `shard_map`, and where the rows do not divide: every
     device then has all of them.
     """
-    mesh, auto = jax.sharding.get_abstract_mesh(), left_to_xla()
-    axes = tuple(axis for axis in rules.mesh_axes("batch") if axis in auto)
-    return () if rows % _parts(axes, mesh) else axes
+    return () if rows % devices_of("batch", rules) else _split_over("batch", rules)
 
 
 def by_parts(
@@ -208,7 +204,7 @@ def by_parts(
     for tree, names in zip(operands, axes, strict=True):
         for x in jax.tree.leaves(tree) if names else ():
             for name, side in zip(names or (), x.shape, strict=True):
-                chosen = tuple(axis for axis in rules.mesh_axes(name) if axis in auto)
+                chosen = _split_over(name, rules)
                 fits = side % _parts(chosen, mesh) == 0
                 split[name] = split.get(name, chosen) if fits else ()
 
@@ -239,6 +235,12 @@ def left_to_xla() -> tuple[str, ...]:
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1)
+
+
+def _split_over(logical: str | None, rules: ShardingRules) -> tuple[str, ...]:
+    """The mesh axes of a logical one along which XLA splits arrays here."""
+    auto = left_to_xla()
+    return tuple(axis for axis in rules.mesh_axes(logical) if axis in auto)
 
 
 def _axes(entry) -> tuple[str, ...]:

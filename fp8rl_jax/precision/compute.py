@@ -43,9 +43,9 @@ class Compute:
         remat: recompute each layer in the backward pass instead of keeping its activations.
         attention_chunk: queries whose scores exist at one time where many are run at once; 0: all.
             None: all, and 128 in rows of 2^20 pairs of query and key or more.
-        tensor_parts: devices over which XLA splits the outputs or inputs of each linear. Above 1,
-            weights that share an input are multiplied as one, so that their gradients of it are
-            added over devices at once; and parts of sums travel in the compute dtype.
+        joins: where XLA splits the outputs or inputs of linears over devices, multiply weights that
+            share an input as one, so that their gradients of it are added over devices at once; and
+            add parts of sums in the compute dtype.
     """
 
     backend: Backend = "auto"
@@ -55,7 +55,7 @@ class Compute:
     probability: TensorFormat = COMPUTE
     remat: bool = False
     attention_chunk: int | None = None
-    tensor_parts: int = 1
+    joins: bool = False
 
     exact: ClassVar[bool] = False
     """Whether a token's results have the same bits whatever else is computed beside it."""
@@ -251,7 +251,7 @@ class Compute:
                 w,
                 out_dtype,
                 batch_invariant=self.exact,
-                sum_dtype=jnp.float32 if self.tensor_parts == 1 else out_dtype,
+                sum_dtype=out_dtype if self.joins else jnp.float32,
                 backend=self.backend,
             )
         return grouped_matmul(x, w, group_sizes, out_dtype, backend=self.backend)

@@ -312,7 +312,7 @@ def multiply_all(
 
     Args:
         parts: devices over which the outputs of each are split, where they are to be multiplied as
-            one weight (`Compute.tensor_parts`).
+            one weight (`Compute.joins`).
     """
     if len(weights) > 1 and (one := _joined(weights, parts)) is not None:
         product = one.multiply(x, out_dtype, compute)
@@ -384,7 +384,7 @@ def predequantize(weight: Stored, compute: Compute) -> Stored:
 
 def _unquantized_product(x, values, out_dtype, compute: Compute, group_sizes: Sizes) -> Array:
     x = x.astype(values.dtype) if isinstance(values, Array) else x
-    if compute.tensor_parts > 1 and group_sizes is None and x.dtype == out_dtype:
+    if compute.joins and group_sizes is None and x.dtype == out_dtype:
         return _summed_product(x, values)
     return rounded(compute.product(x, values, group_sizes, out_dtype), out_dtype)
 
@@ -482,7 +482,7 @@ def _backward(out_dtype, compute, residuals, dy):
             dw = _outer_product(_float32(rows), _float32(_rows(saved)), sizes)
     else:
         dyq, along = _gradient_operands(rows, precision, sizes, saved is not None, backend)
-        inexact = Compute(backend, tensor_parts=compute.tensor_parts)
+        inexact = Compute(backend, joins=compute.joins)
         dx = inexact.quantized_product(dyq, w, sizes, like.dtype)[: len(rows)]
         if along is not None:
             dy_along, aligned = along

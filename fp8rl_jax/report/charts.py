@@ -241,7 +241,7 @@ def differences_chart(record: dict[str, Any], arms: Sequence[Arm]) -> Chart:
     rows = [
         (places[row["arm"]], row)
         for row in record["comparisons"]
-        if row["arm"] in places and None not in list(row["difference"].values())
+        if row["arm"] in places and None not in row["difference"].values()
     ]
     loss = -metric["margin"] if metric["better"] == "higher" else metric["margin"]
 

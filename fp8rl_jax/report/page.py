@@ -97,7 +97,7 @@ def render(arms: list[Arm], comparisons: Sequence[dict[str, Any]] = ()) -> str:
         differences=config_differences(arms),
         samples=[sample_pairs(arm.runs[0]) for arm in arms],
         panels=panels,
-        **scripted(charts, [[_seed(run) for run in arm.runs] for arm in arms]),
+        **scripted(charts, [[run.config.get("seed", NOTHING) for run in arm.runs] for arm in arms]),
     )
 
 
@@ -117,10 +117,6 @@ def scripted(charts: Sequence[Chart], seeds: list[list[Any]]) -> dict[str, Any]:
         "script": Markup(script),
         "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     }
-
-
-def _seed(run: Run) -> Any:
-    return run.config.get("seed", NOTHING)
 
 
 def lines_text(arms: list[Arm]) -> str:
@@ -220,8 +216,8 @@ def _title(arms: list[Arm], panels: list[Panel]) -> str:
     if not arms:
         return panels[0].title if len(panels) == 1 else f"{len(panels)} comparisons"
     if len(arms) < 3:
-        named = [arm.name if _shared_dtype(arms) else arm.label for arm in arms]
-        return " and ".join(named)
+        by = "name" if _shared_dtype(arms) else "label"
+        return " and ".join(getattr(arm, by) for arm in arms)
     return f"{sum(len(arm.runs) for arm in arms)} runs"
 
 
