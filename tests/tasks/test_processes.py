@@ -95,8 +95,9 @@ def test_a_fork_bomb_is_bounded_and_costs_its_own_sample(tmp_path):
                 until = time.monotonic() + 0.5
         (tmp_path / "pid.counted").touch()
         scores = job.result()
-        # The worker, 16 below it, and a few that were let in and not yet seen.
-        assert 17 <= most <= 24
+        # The worker and 16 below it at least. At most twice that: while 15 are seen, they and the
+        # worker may each have one fork that was let in and not yet seen.
+        assert 17 <= most <= 32
         assert scores.rewards.tolist() == [0, 1] and scores.timeouts == 0
         assert scores.first_error.startswith("BlockingIOError: [Errno 11]")
         # the worker and its helper
