@@ -13,7 +13,7 @@ How functions and classes get to the reward workers is in fp8rl_jax/tasks/sandbo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,9 @@ from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.functions import is_python_spec, python_spec
 
-PythonReward = Callable[..., Any] | Mapping[str, Callable[..., Any]]
-"""One function, or several by name; what each is called with is in fp8rl_jax/tasks/rewards.py."""
+PythonReward = Callable[..., Any] | Sequence[Callable[..., Any]] | Mapping[str, Callable[..., Any]]
+"""One function, or several, in a list by their own names; what each is called with is in
+fp8rl_jax/tasks/rewards.py."""
 
 
 def name_objects(
@@ -38,8 +39,9 @@ def name_objects(
 
     Args:
         task: the other settings.
-        reward: one function, which task.reward.weights may weigh by its name; or {name: function},
-            summed with task.reward.weights, and with weights of 1.0 where there are none.
+        reward: one function, which task.reward.weights may weigh by its name; or a list of them or
+            {name: function}, summed with task.reward.weights, and with weights of 1.0 where there
+            are none.
         dataset: problems, as `load_splits` takes them.
         environment: class of an environment, which task.args are the arguments of
             (fp8rl_jax/tasks/environment.py).
@@ -115,16 +117,22 @@ def not_given(key: str, spec: str) -> str:
 
 
 def _with_rewards(config: RewardConfig, reward: Any, objects: dict[str, Any]) -> RewardConfig:
-    several = isinstance(reward, Mapping)
-    functions = dict(reward) if several else {_name(reward): reward}
-    if not functions:
+    named = isinstance(reward, Mapping)
+    several = named or isinstance(reward, list | tuple)
+    items = list(reward.items() if named else [(_name(f), f) for f in _listed(reward)])
+    if not items:
         raise UserError("reward has no function; give one, or {name: function}")
-    for name, function in functions.items():
+    for name, function in items:
         if not callable(function) or not isinstance(name, str):
-            given = (
-                f"{{{name!r}: {type(function).__name__}}}" if several else type(function).__name__
+            given = type(function).__name__
+            given = f"{{{name!r}: {given}}}" if named else f"[{given}]" if several else given
+            raise UserError(
+                f"reward must be a function, a list of them or {{name: function}}, not {given}"
             )
-            raise UserError(f"reward must be a function or {{name: function}}, not {given}")
+    functions = dict(items)
+    if len(functions) < len(items):
+        twice = next(name for name in functions if [x for x, _ in items].count(name) > 1)
+        raise UserError(f"reward has two functions called {twice!r}; give {{name: function}}")
     specs = {name: python_spec(name) for name in functions}
     objects |= {specs[name]: function for name, function in functions.items()}
     if config.function and not is_python_spec(config.function):
@@ -172,6 +180,10 @@ def length(dataset: Any) -> int | None:
         return len(dataset) if hasattr(dataset, "__getitem__") else None
     except TypeError:
         return None
+
+
+def _listed(reward: Any) -> Sequence[Any]:
+    return reward if isinstance(reward, list | tuple) else [reward]
 
 
 def _name(function: Any) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -55,7 +55,13 @@ from fp8rl_jax.training.setup import (
     reward_pool,
 )
 from fp8rl_jax.training.stopping import Asked, Stopping, stopping
-from fp8rl_jax.training.tracking import JsonLines, Trackers, make_tracker, rows_of
+from fp8rl_jax.training.tracking import (
+    Callback,
+    JsonLines,
+    Trackers,
+    make_tracker,
+    rows_of,
+)
 from fp8rl_jax.training.watch import Watch
 
 _log = logging.getLogger("fp8rl")
@@ -65,13 +71,15 @@ Explain = Callable[[Session, Rollout], str]
 weights."""
 
 
-def train(setup: Setup, explain: Explain | None = None) -> None:
+def train(setup: Setup, explain: Explain | None = None, callbacks: Sequence[Callback] = ()) -> None:
     """Run `trainer.steps` steps.
 
     Leaves metrics, samples, evaluations, checkpoints and the trained model in the run directory.
 
     Args:
         explain: called where a bit differs in a run in exact mode.
+        callbacks: called with each row of metrics.jsonl, in the process that writes it; one that
+            returns True ends the run behind that step, with a checkpoint and the model.
 
     Raises:
         UserError: the run directory is taken, a checkpoint cannot be written or read, too many
@@ -93,7 +101,7 @@ def train(setup: Setup, explain: Explain | None = None) -> None:
         with shared_faults():
             if is_main_process():
                 check_answers(setup, pool)
-            loop = Loop(setup, pool, explain)
+            loop = Loop(setup, pool, explain, callbacks)
         if loop.is_finished():
             return
         with shared_faults():
@@ -129,8 +137,14 @@ class Loop:
 
     columns, free, supervised = COLUMNS, FREE, False
 
-    def __init__(self, setup: Setup, pool: RewardPool | None, explain: Explain | None = None):
-        self.explain = explain
+    def __init__(
+        self,
+        setup: Setup,
+        pool: RewardPool | None,
+        explain: Explain | None = None,
+        callbacks: Sequence[Callback] = (),
+    ):
+        self.explain, self.callbacks = explain, callbacks
         self.setup, self.config, self.session, self.pool = setup, setup.config, setup.session, pool
         config = setup.config
         self.prepare()
@@ -189,6 +203,7 @@ class Loop:
                 start_step=self.start,
                 settings=dataclasses.asdict(config),
                 columns=self.columns,
+                callbacks=self.callbacks,
             )
             self.watch.recall(rows_of(setup.directory / "metrics.jsonl"))
             self.open_samples()
@@ -261,22 +276,29 @@ class Loop:
                     # checkpoint before it
                     with PROGRESS.part("log"):
                         self.log(step, metrics | session.lap())
+                    if self._is_ended():
+                        steps = step + 1
                     due = due or bool(every and (step + 1) % every == 0)
                     # weights that a step could not learn from are no place to go on from
                     if step + 1 == steps or (due and not self.watch.skipping):
                         self._save(step + 1, session.saved())
                         due = False
-                    if _asked(stop) and step + 1 < steps:
+                    if step + 1 == steps:
+                        break
+                    if _asked(stop):
                         self._leave(stop, step + 1, session.saved())
             PROGRESS.begin(steps)
             # a run that was killed behind its last checkpoint has no row of it either
-            if self.evaluates:
-                self.tracker.log(steps, self._evaluate(steps))
+            if self.evaluates and (evaluation := self._evaluate(steps)):
+                self.tracker.log(steps, evaluation)
             self.save_model()
             with shared_faults():
                 if is_main_process():
                     self._sync_rows()
-                    note(self.setup.directory, {"finished": steps})
+                    if steps == self.steps:
+                        note(self.setup.directory, {"finished": steps})
+            if steps < self.steps:
+                _log.info("ended behind step %d by a callback; %s", steps - 1, self._standing())
         finally:
             self.tracker.close()
             for file in (self.samples, self.evaluations):
@@ -316,6 +338,12 @@ class Loop:
         for file in (self.tracker, self.samples, self.evaluations):
             if file is not None:
                 file.sync()
+
+    def _is_ended(self) -> bool:
+        """Say whether a callback has ended the run; all processes call it together."""
+        if not self.callbacks:
+            return False
+        return bool(sum_over_processes(np.int32(self.tracker.is_ended)))
 
     def _leave(self, stop: Stopping, step: int, tree: tuple | None) -> NoReturn:
         """End the run before `step`, with a checkpoint where steps were made since the newest.

@@ -23,6 +23,7 @@ from fp8rl_jax.training.setup import build, reward_pool
 from fp8rl_jax.training.sft import evaluate_text
 from fp8rl_jax.training.source import trained_settings
 from fp8rl_jax.training.text import Text
+from fp8rl_jax.training.tracking import Callback
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,6 +95,7 @@ def train(
     reward: PythonReward | None = None,
     dataset: Sequence[Any] | Iterable[Any] | None = None,
     environment: type | None = None,
+    callbacks: Sequence[Callback] = (),
     **settings: Any,
 ) -> Run:
     """Train as `fp8rl train` does.
@@ -103,12 +105,16 @@ def train(
 
     Args:
         config: its settings, or the TOML file that has them.
-        reward: function, or {name: function}, in place of what task.reward names. It may live in a
-            notebook's cell: `def reward(completion, answer, **_)` returns a number;
-            fp8rl_jax/tasks/rewards.py has both forms.
+        reward: function, or a list of them or {name: function}, summed with task.reward.weights,
+            in place of what task.reward names. It may live in a notebook's cell:
+            `def reward(completion, answer, **_)` returns a number; fp8rl_jax/tasks/rewards.py has
+            both forms.
         dataset: problems in place of those that task names: dictionaries with "prompt" and
             "answer", or prompts alone.
         environment: class in place of the one that task names, for episodes of several turns.
+        callbacks: each is called as f(step, metrics) with every row of metrics.jsonl, in the
+            process that writes it. One that returns True ends the run behind that step, with a
+            checkpoint and the model; what one raises ends it as a fault does.
         settings: single settings over `config`, as `Session` takes them.
 
     Raises:
@@ -116,7 +122,7 @@ def train(
     """
     config = _settled(config, settings)
     setup = build(config, reward=reward, dataset=dataset, environment=environment)
-    train_setup(setup)
+    train_setup(setup, callbacks=callbacks)
     return Run(setup.directory)
 
 

@@ -40,6 +40,10 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+Callback = Callable[[int, Mapping[str, float]], bool | None]
+"""Called as f(step, metrics) with each row of metrics.jsonl; True ends the run behind this step."""
+
+
 class JsonLines:
     """A file of JSON objects, one a line, each with its "step" and each on disk (in the kernel)
     once written.
@@ -148,15 +152,26 @@ class Trackers:
     Args:
         trackers: views.
         record: what may not fail.
+        callbacks: called with each row, behind the others; what they raise ends the run.
+
+    Attributes:
+        is_ended: a callback has returned True.
     """
 
-    def __init__(self, trackers: Iterable[Tracker], record: JsonlTracker | None = None) -> None:
-        self._record = record
+    def __init__(
+        self,
+        trackers: Iterable[Tracker],
+        record: JsonlTracker | None = None,
+        callbacks: Iterable[Callback] = (),
+    ) -> None:
+        self._record, self._callbacks, self.is_ended = record, tuple(callbacks), False
         self._trackers: tuple[Tracker, ...] = (*([record] if record else ()), *trackers)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for tracker in self._trackers:
             tracker.log(step, metrics)
+        for callback in self._callbacks:
+            self.is_ended |= callback(step, metrics) is True
 
     def sync(self) -> None:
         """Flush the record to the disk."""
@@ -176,6 +191,7 @@ def make_tracker(
     start_step: int = 0,
     settings: Mapping[str, Any] | None = None,
     columns: tuple[tuple[str, str, str], ...] = COLUMNS,
+    callbacks: Iterable[Callback] = (),
 ) -> Trackers:
     """Open the record and the views that the configuration asks for.
 
@@ -185,6 +201,7 @@ def make_tracker(
         start_step: first step that will be logged; what the record holds from there on is removed.
         settings: the run's configuration, for views that show it.
         columns: what the console shows.
+        callbacks: of `Trackers`.
 
     Raises:
         UserError: the record cannot be written, or a view's package is not installed or refuses to
@@ -201,7 +218,7 @@ def make_tracker(
     if config.wandb:
         trackers.append(View("Weights & Biases", WandbTracker(directory, config, settings or {})))
     trackers.append(View("the console", console_tracker(total_steps, start_step, columns)))
-    return Trackers(trackers, record)
+    return Trackers(trackers, record, callbacks)
 
 
 @contextlib.contextmanager

@@ -275,8 +275,10 @@ async def later(completion, **_):
             r"'<python>:no_reward' takes \(text\), but is called with prompt=, completion=, answer=, metadata=",
         ),
         (later, "is an async function"),
-        ("my.py:f", r"reward must be a function or \{name: function\}, not str"),
-        ([no_reward], "not list"),
+        ("my.py:f", r"reward must be a function, a list of them or \{name: function\}, not str"),
+        ([no_reward, "my.py:f"], r"not \[str\]"),
+        ([no_reward, no_reward], r"two functions called 'no_reward'; give \{name: function\}"),
+        ([], "reward has no function"),
         ({"a": 1.0}, r"not \{'a': float\}"),
         ({}, "reward has no function"),
         ({"exact": no_reward}, "choose another name"),
@@ -304,6 +306,8 @@ def test_weights_are_of_the_configuration_and_nothing_is_given_twice():
         "<python>:no_reward": no_reward
     }
     assert task.components == {"no_reward": 0.25, "exact": 1.0} and not task.problems()
+    listed, _ = name_objects(task_of(correct="later"), [no_reward, later])
+    assert listed.components == {"no_reward": 1.0, "later": 1.0} and not listed.problems()
     for settings in (
         {"function": "m:f"},
         {"weights": {"no_reward": 1.0}, "functions": {"no_reward": "m:f"}},

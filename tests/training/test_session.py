@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -866,7 +867,14 @@ def test_an_objective_and_a_reward_of_a_notebook(tmp_path):
 
     # what the file says of its own problems goes out
     own = {"task.prompt_template": "{question}", "task.args": {}, "task.train_size": 0}
-    run = fp8rl.train(
+    seen = []
+
+    def until_two(step, metrics):
+        seen.append((step, metrics.get("reward/mean")))
+        return step == 1
+
+    train = partial(
+        fp8rl.train,
         write_run(tmp_path),
         reward=vowels,
         dataset=[f"{i}=" for i in range(20)],
@@ -877,6 +885,12 @@ def test_an_objective_and_a_reward_of_a_notebook(tmp_path):
         **{"evaluation.every": 3, "task.eval_size": 4},
         **own,
     )
+    ended = train(callbacks=[until_two])
+    assert list(ended.metrics["step"]) == [0, 1] and (ended.model / "config.json").exists()
+    assert seen == list(enumerate(ended.metrics["reward/mean"]))
+    # it is as a run that was killed: it goes on, and is whole then
+    run = train(resume=True, callbacks=[lambda step, _: seen.append(step)])
+    assert seen[2:] == [2, 3] and train(resume=True).metrics["step"].tolist() == [0, 1, 2, 3]
     assert run.directory == tmp_path / "out" and list(run.metrics["step"]) == [0, 1, 2, 3]
     rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
     np.testing.assert_array_equal(
