@@ -1,10 +1,10 @@
 """Every measured figure of README.md, docs/results.md, docs/formats.md and docs/training.md, made
 from the committed records: `python -m experiments.figures`.
 
-docs/results.md has every record in full and is written whole; but for number formats, whose tables
-and picture are docs/formats.md's. README.md has one table between `<!-- figures -->` and `<!-- end
-of figures -->`, a row for each question; docs/training.md has tables of its sections between such
-marks with a section's name. A test makes all of them again and compares, and finds no
+docs/results.md opens with a row for each question, then has every record in full, and is written
+whole; but for number formats, whose tables and picture are docs/formats.md's. README.md has the
+rows of the main questions between `<!-- figures -->` and `<!-- end of figures -->`;
+docs/training.md has tables of its sections between such marks with a section's name. A test makes all of them again and compares, and finds no
 measured figure in the rest of README.md. So a figure cannot drift from its record.
 """
 
@@ -1537,7 +1537,7 @@ SECTIONS = (
 
 @dataclass(frozen=True)
 class Claim:
-    """A row of README.md's table; `found` gives the figure, and over what it was found."""
+    """A question's row; `found` gives the figure, and over what it was found."""
 
     asked: str
     found: Callable[[], tuple[str, str]]
@@ -1547,6 +1547,8 @@ class Claim:
     """Where another than the section's made it."""
     path: str = ""
     """Of the record, without a section."""
+    is_main: bool = False
+    """README.md has it, too."""
 
 
 def costs(name: str, arm: str = "fp8-rl", baseline: str = "bf16") -> tuple[str, str]:
@@ -1809,16 +1811,23 @@ def spiked_in_rl() -> tuple[str, str]:
 
 
 CLAIMS = (
-    Claim("Does FP8 rollout cost accuracy on the demo?", lambda: costs("demo"), "The demo"),
+    Claim(
+        "Does FP8 rollout cost accuracy on the demo?",
+        lambda: costs("demo"),
+        "The demo",
+        is_main=True,
+    ),
     Claim(
         "And where SmolLM2-135M learns sums, a few steps in? (From a 4-bit file.)",
         lambda: costs("smollm2_addition"),
         "SmolLM2 addition",
+        is_main=True,
     ),
     Claim(
         "How much of its update does the same model hear in bfloat16 compute, the default dtype?",
         partial(heard, "bf16-bfloat16", -1, "of it"),
         "What arrives of an update",
+        is_main=True,
     ),
     Claim(
         "And of the first one, where FP8 weights are made of float32 masters (`jet-rl`, float32 compute)?",
@@ -1835,22 +1844,26 @@ CLAIMS = (
         "How far is the trainer from the rollout, bfloat16 compute?",
         mismatches,
         "Mismatch of every recipe",
+        is_main=True,
     ),
     Claim(
         "Does that grow with depth? SmolLM2-135M, forward passes",
         growth,
         "What the mismatch is made of",
+        is_main=True,
     ),
-    Claim("Can it be made zero?", zero, "Exact mode"),
+    Claim("Can it be made zero?", zero, "Exact mode", is_main=True),
     Claim(
         "Does a correction help where the rollout is off as FP8's is on SmolLM2?",
         partial(corrected, "correction", ("token_tis",)),
         "Corrections",
+        is_main=True,
     ),
     Claim(
         "And where it is so far off that learning is lost?",
         partial(corrected, "high_dose", ("token_tis", "kpop", "mipu")),
         "Corrections at a high dose",
+        is_main=True,
     ),
     Claim(
         "Does replaying what top-p left of each token mend the ratios? SmolLM2-135M",
@@ -1920,17 +1933,24 @@ CLAIMS = (
         "Stability of reinforcement learning",
     ),
     Claim("How far does FP8 move the gradients?", apart, "Gradients"),
-    Claim("How fast is the rollout on a CPU, beside vLLM's?", beside, "Speed of the rollout"),
+    Claim(
+        "How fast is the rollout on a CPU, beside vLLM's?",
+        beside,
+        "Speed of the rollout",
+        is_main=True,
+    ),
     Claim(
         "And before the CPU kernels, on another machine, with AVX-512?",
         partial(beside, WITHOUT_KERNELS),
         "Speed of the rollout before the CPU kernels",
+        is_main=True,
     ),
-    Claim("And a GRPO step, beside tunix's?", stepped, "Speed of the rollout"),
+    Claim("And a GRPO step, beside tunix's?", stepped, "Speed of the rollout", is_main=True),
     Claim(
         "Does our rollout agree with vLLM's log-probabilities?",
         agreed,
         "Layer by layer, and another engine",
+        is_main=True,
     ),
     Claim(
         "Does GRPO learn the demo through vLLM as through our sampler?",
@@ -1940,16 +1960,28 @@ CLAIMS = (
 )
 
 
-def readme() -> str:
-    """README.md's table."""
+def rows_of(claims: Sequence[Claim], linked: bool = False) -> str:
+    """A table of questions and what was found; `linked` to the sections of docs/results.md."""
     rows, sections = [], {section.heading: section for section in SECTIONS}
-    for claim in CLAIMS:
+    for claim in claims:
         section = sections.get(claim.heading) or Section("", str, "", claim.path, optional=True)
         if section.there:
             found, over = claim.found()
             command = claim.command or section.command.split(" ..., ")[0]
-            rows.append([claim.asked, found, over, f"`{command}`"])
+            place = f"#{anchor(claim.heading)}" if claim.heading else "training.md"
+            asked = f"[{claim.asked}]({place})" if linked else claim.asked
+            rows.append([asked, found, over, f"`{command}`"])
     return table(["asked", "found (95 % interval)", "over", "command"], rows) + "\n"
+
+
+def anchor(heading: str) -> str:
+    """A heading as the end of a link to it."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def readme() -> str:
+    """README.md's table."""
+    return rows_of([claim for claim in CLAIMS if claim.is_main])
 
 
 def results() -> str:
@@ -1966,6 +1998,7 @@ def results() -> str:
             [statistics.md](statistics.md) has what it claims. [glossary.md](glossary.md) explains the words.
             FP8-LM's, FP4's and the sharpness study's tables are in [training.md](training.md).
         """),
+        f"## In short\n\n{rows_of(CLAIMS, linked=True)}".rstrip(),
     ]
     for section in SECTIONS:
         if section.there:
