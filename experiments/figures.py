@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
@@ -1157,8 +1157,28 @@ def smollm2_recipes() -> str:
     return f"{about}\n\n{learned(found)}"
 
 
+def smollm2_long() -> str:
+    """SmolLM2 learns sums for longer, and the masters served in other ways."""
+    found = study("smollm2_long")
+    about = prose(f"""
+        The same sums for {found.steps} steps, where arms end rather than how fast they go: {found.seeds} paired seeds,
+        {found.problems} held-out problems, float32 compute where the name does not say bfloat16.
+    """)
+    masters = prose("""
+        Their masters at the end, served in four ways, and what arrived, as [below](#what-arrives-of-an-update):
+    """)
+    runs = {arm: of for arm, of in arrivals(LONG).items() if arm in found.arms}
+    return f"{about}\n\n{learned(found)}\n\n{masters}\n\n{served_in_four_ways(runs)}"
+
+
 ARRIVAL = "arrival/results.json"
 MORE_ARRIVALS = "arrival/recipes.json"
+LONG = "arrival/long.json"
+LONG_COMMAND = (
+    "python -m experiments.arrival --ablation experiments/ablations/smollm2_long.toml "
+    f"--output experiments/results/{LONG} "
+    "--record experiments/results/ablations/smollm2_long.json"
+)
 RECIPES_COMMAND = (
     "python -m experiments.arrival --ablation experiments/ablations/smollm2_recipes.toml "
     f"--output experiments/results/{MORE_ARRIVALS} "
@@ -1176,8 +1196,13 @@ def arrival() -> str:
         are of its last sync, and `first` is what arrived at the first one. Mean accuracy (range over seeds). Arms that are not in
         the first table are of `experiments/results/{MORE_ARRIVALS}`.
     """)
+    return f"{about}\n\n{served_in_four_ways(arrivals(ARRIVAL, MORE_ARRIVALS))}"
+
+
+def served_in_four_ways(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
+    """A table of the arrival study's runs, by arm."""
     rows = []
-    for arm, of_arm in arrivals().items():
+    for arm, of_arm in runs.items():
         sync = [{key: x["values"][-1] for key, x in run["series"].items()} for run in of_arm]
         cells = [seeds([run["outcome"] for run in of_arm], ".3f")]
         cells += [seeds([run["served"][way] for run in of_arm], ".3f") for way in SERVED_AS]
@@ -1185,8 +1210,7 @@ def arrival() -> str:
         cells += [f"{np.mean(first):.2g}"]
         cells += [f"{np.mean([x[f'sync/{key}'] for x in sync]):.2g}" for key in HEARD]
         rows.append([f"`{arm}`", str(len(of_arm)), *cells])
-    heads = ["trained as", "seeds", "served", *SERVED_AS, "first", *HEARD]
-    return f"{about}\n\n{table(heads, rows)}"
+    return table(["trained as", "seeds", "served", *SERVED_AS, "first", *HEARD], rows)
 
 
 ELSEWHERE = {
@@ -1227,11 +1251,11 @@ def elsewhere() -> str:
 HEARD = ("arrived", "noise", "changed")
 
 
-def arrivals() -> dict[str, list[dict[str, Any]]]:
-    """Runs of the arrival study, by arm, in the order of their seeds; arms of both records are the
-    first one's."""
+def arrivals(*paths: str) -> dict[str, list[dict[str, Any]]]:
+    """Runs of records of the arrival study, by arm, in the order of their seeds; arms of two
+    records are the first one's."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for path in (ARRIVAL, MORE_ARRIVALS):
+    for path in paths:
         runs: dict[str, list[dict[str, Any]]] = {}
         entries = record(path)["runs"].values() if (RESULTS / path).exists() else ()
         for run in sorted(entries, key=itemgetter("seed")):
@@ -1423,6 +1447,13 @@ SECTIONS = (
         optional=True,
     ),
     Section(
+        "SmolLM2 addition for longer",
+        smollm2_long,
+        LONG_COMMAND,
+        "ablations/smollm2_long.json",
+        optional=True,
+    ),
+    Section(
         "What arrives of an update",
         arrival,
         "python -m experiments.arrival",
@@ -1584,7 +1615,7 @@ def heard(plain: str, sync: int, unit: str) -> tuple[str, str]:
         sync: which.
         unit: what stands behind the first number.
     """
-    names, runs = (plain, f"{plain}-dithered"), arrivals()
+    names, runs = (plain, f"{plain}-dithered"), arrivals(ARRIVAL, MORE_ARRIVALS)
     x, problems = paired(*(runs[name] for name in names), 0.05)
     without, with_draws = (
         np.mean([run["series"]["sync/arrived"]["values"][sync] for run in runs[name]])
@@ -1821,6 +1852,12 @@ CLAIMS = (
         "And where SmolLM2-135M learns sums, a few steps in? (From a 4-bit file.)",
         lambda: costs("smollm2_addition"),
         "SmolLM2 addition",
+        is_main=True,
+    ),
+    Claim(
+        "And where it ends, after 20 steps?",
+        lambda: costs("smollm2_long"),
+        "SmolLM2 addition for longer",
         is_main=True,
     ),
     Claim(
