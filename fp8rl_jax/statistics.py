@@ -168,12 +168,15 @@ class Judgement(NamedTuple):
     """1 - level of the interval."""
 
 
-def t_interval(values: Sequence[float], level: float = 0.95) -> Interval:
+def t_interval(
+    values: Sequence[float], level: float = 0.95, least: float = -math.inf, most: float = math.inf
+) -> Interval:
     """Compute a mean and its interval from Student's t.
 
     Args:
         values: independent, of one distribution.
         level: probability that the interval holds the mean.
+        least, most: what a value can be, 0 and 1 of an accuracy; the interval ends there.
 
     Returns:
         The interval; of fewer than two values it is infinite. Equal values give an interval of no
@@ -183,7 +186,8 @@ def t_interval(values: Sequence[float], level: float = 0.95) -> Interval:
     if len(x) < 2:
         return Interval(float(x[0]) if len(x) else math.nan, -math.inf, math.inf, len(x))
     half = special.stdtrit(len(x) - 1, (1 + level) / 2) * x.std(ddof=1) / len(x) ** 0.5
-    return Interval(float(x.mean()), float(x.mean() - half), float(x.mean() + half), len(x))
+    low, high = max(x.mean() - half, least), min(x.mean() + half, most)
+    return Interval(float(x.mean()), float(low), float(high), len(x))
 
 
 def wilson_interval(rate: float, count: int, z: float = 1.96) -> tuple[float, float]:

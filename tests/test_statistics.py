@@ -54,6 +54,8 @@ def test_t_interval_is_students():
         assert dataclasses.astuple(t_interval(values, level)) == pytest.approx(
             (3.0, 3 - t * error, 3 + t * error, 5), rel=1e-6
         )
+    wide = t_interval([0.1, 0.9, 0.95], least=0.0, most=1.0)
+    assert (wide.low, wide.high) == (0.0, 1.0) and wide.mean == pytest.approx(0.65)
     assert t_interval([7.0]) == Interval(7.0, -math.inf, math.inf, 1)
     assert math.isnan(t_interval([]).mean)
 

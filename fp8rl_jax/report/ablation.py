@@ -264,6 +264,9 @@ def _rows(ablation: Ablation) -> list[dict[str, str]]:
     record = ablation.record
     compared = {row["arm"]: row for row in record["comparisons"]}
     margin = record["metric"]["margin"]
+    # of problems that are right or not
+    is_share = record["metric"].get("over") == "seeds_and_problems"
+    bounds = {"least": 0.0, "most": 1.0} if is_share else {}
     rows = []
     for facts, arm in zip(record["arms"], ablation.arms, strict=True):
         states = Counter(run["status"] for run in facts["runs"])
@@ -275,7 +278,7 @@ def _rows(ablation: Ablation) -> list[dict[str, str]]:
         if comparison:
             limits = comparison["difference"]
             difference = _estimate(limits["mean"], limits["low"], limits["high"], margin)
-        outcome = t_interval(outcomes)
+        outcome = t_interval(outcomes, **bounds)
         rows.append(
             {
                 "Arm": facts["name"],
@@ -306,7 +309,7 @@ def _served(record: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
     if not record["judge"]:
         return {}
     served = [run["series"].get("eval/accuracy", {}).get("values", []) for run in facts["runs"]]
-    of = t_interval([values[-1] for values in served if values])
+    of = t_interval([values[-1] for values in served if values], least=0.0, most=1.0)
     text = _estimate(of.mean, of.low, of.high, record["metric"]["margin"])
     return {"eval/accuracy, as served": text}
 
