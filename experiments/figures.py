@@ -194,6 +194,31 @@ def recipes() -> str:
     return f"{about}\n\n{table(heads, rows)}"
 
 
+def tensor_core_sums() -> str:
+    """Errors of sums as Hopper's tensor cores make them, by a published model of them."""
+    about = prose("""
+        Hopper's tensor cores keep 13 fraction bits of a sum of FP8 products and of each addend, and cut the rest towards zero.
+        Computed by a published model of them ([tensor_cores.py](../pallas_kernels/check/tensor_cores.py); its bits are those of
+        an implementation that was held against H100s), no card took part: errors of sums of k products, as parts of the sum of
+        magnitudes, the largest of 4,096 sums and their mean. Kernels of this library let tensor cores add 128 products and go on
+        in float32; the rows in which tensor cores add all of 4,096 show what that is for. Data of one sign are positive normal
+        numbers, lognormal ones have a sigma of 2; e4m3 is scaled by the row's largest number.
+    """)
+    rows = [
+        [
+            of["data"],
+            of["operands"].removeprefix("float8_").removesuffix("fn"),
+            f"{of['k']:,}",
+            f"{of['added by tensor cores']:,}",
+            f"{of['largest']:.1e}",
+            f"{of['mean']:+.1e}",
+        ]
+        for of in record("exact/tensor_cores.json")["rows"]
+    ]
+    heads = ["data", "operands", "k", "added by tensor cores", "largest error", "mean error"]
+    return f"{about}\n\n{table(heads, rows)}"
+
+
 def deep() -> list[dict[str, Any]]:
     """Points of the depth study that are shown, by depth."""
     points = record("depth/results.json")["points"]
@@ -1471,6 +1496,12 @@ SECTIONS = (
     ablation("Mismatch of every recipe", recipes, "recipes"),
     Section(
         "What the mismatch is made of", depth, "python -m experiments.depth", "depth/results.json"
+    ),
+    Section(
+        "What sums of tensor cores lose",
+        tensor_core_sums,
+        "python -m pallas_kernels.check.tensor_cores --output experiments/results/exact/tensor_cores.json",
+        "exact/tensor_cores.json",
     ),
     Section(
         "Beside fake quantization in torch", fake_quantization, "make peers", FAKE, optional=True

@@ -3,16 +3,17 @@ pallas_kernels.check.device`.
 
 It prints a line before each case and a JSON line after it, each case run three times: a race shows
 as other bits. A kernel may hang or crash, so this is a process of its own, to be killed by whoever
-started it. With --interpret the interpreter stands for the GPU: a rehearsal.
+started it. With --interpret the interpreter stands for the GPU, and adds as its tensor cores do
+(tensor_cores.py): a rehearsal.
 
-How far a result may be from the right one on a GPU: FP8 tensor cores of Hopper keep about 14 bits
-of a sum (DeepSeek-V3, arXiv 2412.19437, section 3.3.2; others say up to 22:
-github.com/deepseek-ai/DeepGEMM, issues 37 and 50), where the interpreter keeps float32's 24. Each
-addend of a 128-block is cut at 2^-13 of the largest one. For normal data the largest is about 12
-times the mean, and 128 such cuts are a random walk whose fifth deviation is about 400 * 2^-13
-means, or 2^-11 of the block's sum of magnitudes. The kernels add blocks in float32, so a result may
-be off by 2^-11 of its own sum of magnitudes, and by the case's tolerance of the largest result,
-whatever k is. A block that is missing or was overwritten is further off. In attention a score is
+How far a result may be from the right one on a GPU: FP8 tensor cores of Hopper keep 13 fraction
+bits of a sum and of each addend. For normal data, which the cases have, the largest of 32 addends
+is some 12 times the mean, and the cuts of a block of 128 are a random walk whose fifth deviation is
+about 2^-11 of the block's sum of magnitudes (`tensor_cores.errors` finds 2^-12.5). The kernels add
+blocks in float32, so a result may be off by 2^-11 of its own sum of magnitudes, and by the case's
+tolerance of the largest result, whatever k is. Sums of one sign are further off, up to 2^-8 where
+magnitudes are far apart, and always too small: no case has them. A block that is missing or was
+overwritten is further off. In attention a score is
 such a sum, and moves its weight by a part of 2^-11 for each unit of its magnitudes, of which the
 cases have up to four: 2^-9 of the largest result.
 """
@@ -248,10 +249,11 @@ def main() -> None:
         if arguments.interpret:
             from jax.experimental.pallas import mosaic_gpu as plgpu
 
-            from pallas_kernels.check import interpret
+            from pallas_kernels.check import interpret, tensor_cores
 
             jax.config.update("jax_platforms", "cpu")
             interpret.prepare()
+            tensor_cores.replace_products(interpret.in_float64)
             stack.enter_context(tracing_for(interpret.SMS))
             stack.enter_context(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()))
         elif hopper_sms() is None:

@@ -3,6 +3,7 @@ may be from the right one, and how it is judged, says `pallas_kernels.check.devi
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +16,9 @@ from jax import lax
 from jax._src.lib import xla_client
 
 from experiments.benchmarks.gpu.jobs import Job, Setting, arrays_of
-from pallas_kernels.check import device
+from pallas_kernels import Blocks, QTensor, invariant
+from pallas_kernels.backend import Backend
+from pallas_kernels.check import device, tensor_cores
 from pallas_kernels.check.cases import Case
 from pallas_kernels.check.device import (
     FIRST,
@@ -32,6 +35,8 @@ from pallas_kernels.quantize import quantize_blocks
 
 ROWS_OF = ((4096, 4096), (1024, 4096), (4096, 12288))
 ROW_COUNTS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 127, 128, 129, 136, 1000, 4096)
+SUMS = {"float8_e4m3fn": ("matmul", 128), "bfloat16": ("invariant", 64)}
+"""Operations, and how many products tensor cores add before their kernels go on in float32."""
 LENGTHS = (1, 63, 64, 65, 511, 513, 1500, 4096)
 
 
@@ -67,7 +72,17 @@ def jobs(setting: Setting) -> list[Job]:
         )
     )
     card = [] if setting.tiny else [Job("card", describe, (), "card", first=True)]
-    return [*card, *small, *same, *real]
+    sums = [
+        Job(
+            f"tensor cores: {dtype}",
+            partial(tensor_core_sums, setting, dtype),
+            (f"pallas_kernels.{operation}", "pallas_kernels.check.tensor_cores"),
+            operation,
+            first=True,
+        )
+        for dtype, (operation, _) in SUMS.items()
+    ]
+    return [*card, *sums, *small, *same, *real]
 
 
 def _job(
@@ -100,6 +115,41 @@ def _told(judged: dict[str, Any]) -> dict[str, Any]:
     if not judged["passed"]:
         print(f"  WRONG: {judged}", flush=True)
     return judged
+
+
+def tensor_core_sums(setting: Setting, dtype: str) -> dict[str, Any]:
+    """Hold sums of one block that this card makes against the published model of them, bit for bit.
+
+    Returns:
+        For each kind of data and number of rows (few and many have kernels of their own): the share
+        of "equal" sums and the largest "difference", a part of the sum of magnitudes. Nothing is
+        wrong where they differ; bounds that are derived from the model are then doubtful.
+    """
+    found = {}
+    _, k = SUMS[dtype]
+    for (name, draw), rows in itertools.product(tensor_cores.DATA.items(), (8, 64, 256)):
+        x, w = (draw(np.random.RandomState(i), (n, k)) for i, n in enumerate((rows, 128)))
+        if dtype == "float8_e4m3fn":
+            x, w = (a * 448 / np.abs(a).max(1, keepdims=True) for a in (x, w))
+        x, w = x.astype(dtype), w.astype(dtype)
+        got = np.asarray(_sums_of_a_block(setting.backend, x, w))
+        want = tensor_cores.accumulate(np.zeros_like(got), x, w.T)
+        magnitudes = np.abs(x.astype(np.float64)) @ np.abs(w.astype(np.float64)).T
+        found[f"{name}, {rows} rows"] = {
+            "equal": float(np.mean(got.view(np.uint32) == want.view(np.uint32))),
+            "difference": float(np.max(np.abs(got - want) / magnitudes)),
+        }
+    return found
+
+
+def _sums_of_a_block(backend: Backend, x: np.ndarray, w: np.ndarray) -> jax.Array:
+    """x @ w.T, of which tensor cores add all."""
+    if x.dtype == jnp.bfloat16:
+        return jax.jit(partial(invariant.dot, backend=backend))(x, w)
+    ones = [jnp.ones((len(a) // rows, 1)) for a, rows in ((x, 1), (w, 128))]
+    formats = Blocks((1, 128)), Blocks((128, 128))
+    sides = (QTensor(jnp.asarray(a), *rest) for a, *rest in zip((x, w), ones, formats, strict=True))
+    return jax.jit(partial(blockwise_matmul, out_dtype=jnp.float32, backend=backend))(*sides)
 
 
 def describe() -> dict[str, Any]:
