@@ -34,6 +34,7 @@ _HOMES = {
     "evaluate": "training.runs",
     "train": "training.runs",
     "Session": "training.session",
+    "Live": "training.live",
     "Ablation": "ablation.runner",
     "ablate": "ablation.runner",
 }

@@ -18,6 +18,7 @@ from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.tasks.python_objects import PythonReward
 from fp8rl_jax.training.evaluation import evaluate_held_out
+from fp8rl_jax.training.live import SHOWN, draw
 from fp8rl_jax.training.loop import train as train_setup
 from fp8rl_jax.training.setup import build, reward_pool
 from fp8rl_jax.training.sft import evaluate_text
@@ -27,9 +28,6 @@ from fp8rl_jax.training.tracking import Callback
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_SHOWN = ("reward/mean", "mismatch/k3", "eval/accuracy", "completions/mean_length")
-"""What `Run.plot` draws by default."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Run:
         names = dict.fromkeys(name for row in rows for name in row)
         return {name: np.array([_number(row.get(name)) for row in rows]) for name in names}
 
-    def plot(self, names: str | Sequence[str] = _SHOWN) -> Figure:
+    def plot(self, names: str | Sequence[str] = SHOWN) -> Figure:
         """Plot metrics over steps, one panel each; of several names those that were not measured
         are left out.
 
@@ -70,23 +68,11 @@ class Run:
         Raises:
             UserError: it measured none of them.
         """
-        from matplotlib.figure import Figure
-
         metrics, asked = self.metrics, [names] if isinstance(names, str) else list(names)
         names = [name for name in asked if np.isfinite(metrics.get(name, np.nan)).any()]
         if not names:
             raise UserError(f"{self.directory}: {_unmeasured(asked, metrics)}")
-        figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
-        for axes, name in zip(np.atleast_1d(figure.subplots(1, len(names))), names, strict=True):
-            known = np.isfinite(metrics[name])
-            axes.plot(
-                metrics["step"][known],
-                metrics[name][known],
-                marker="." if known.sum() < 30 else None,
-            )
-            axes.set(title=name, xlabel="step")
-            axes.grid(alpha=0.3)
-        return figure
+        return draw(metrics, names)
 
 
 def train(

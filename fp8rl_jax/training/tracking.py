@@ -27,6 +27,7 @@ from fp8rl_jax.config.training import TrackingConfig
 from fp8rl_jax.durable import write_durably
 from fp8rl_jax.errors import UserError, switch
 from fp8rl_jax.training.console import COLUMNS, console_tracker
+from fp8rl_jax.training.live import SHOWN, Live, notebook
 
 _log = logging.getLogger("fp8rl")
 
@@ -217,7 +218,12 @@ def make_tracker(
         )
     if config.wandb:
         trackers.append(View("Weights & Biases", WandbTracker(directory, config, settings or {})))
-    trackers.append(View("the console", console_tracker(total_steps, start_step, columns)))
+    if notebook():
+        names = SHOWN if columns is COLUMNS else [name for _, name, _ in columns[:2]]
+        shown: Tracker = Live(total_steps, names, start_step=start_step, columns=columns)
+    else:
+        shown = console_tracker(total_steps, start_step, columns)
+    trackers.append(View("the console", shown))
     return Trackers(trackers, record, callbacks)
 
 
