@@ -51,12 +51,14 @@ napoleon_numpy_docstring = False
 # two classes may have fields of one name, which annotations and tables then do not link to
 suppress_warnings = ["ref.python"]
 
+smartquotes = False  # values are copied from here
+
 html_theme = "furo"
 html_title = f"fp8rl_jax {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
-html_show_sphinx = False
+html_show_sphinx = html_show_copyright = False
 
 
 def with_contents(app: Sphinx, docname: str, source: list[str]) -> None:

@@ -22,6 +22,7 @@ import fp8rl_jax as fp8rl
 from experiments import coming_from
 from fp8rl_jax.cli.load import load_config, parse_arguments
 from fp8rl_jax.cli.main import COMMANDS, main
+from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.training import runs
@@ -242,8 +243,11 @@ def test_what_papers_say_to_run_is_understood(anywhere):
     cells = re.findall(r"`([^`|]+)`", (ROOT / "docs" / "papers.md").read_text())
     flags = [cell for cell in cells if cell.startswith("--")]
     assert len(flags) > 20
-    for cell in dict.fromkeys(flags):
-        load_config(RunConfig, shlex.split(cell), "fp8rl train")
+    for words in map(shlex.split, dict.fromkeys(flags)):
+        if words[0] == "--recipe" and len(words) == 2:
+            assert words[1] in RECIPES
+        else:
+            load_config(RunConfig, words, "fp8rl train")
     recipes = {cell for cell in cells if cell.startswith("experiments/recipes/")}
     assert recipes >= {f"experiments/recipes/{name}.toml" for name in ("grpo", "dapo", "qerl")}
     for cell in recipes:
