@@ -281,6 +281,20 @@ def test_the_programs_of_the_guides_are_understood(anywhere, monkeypatch):
     assert [config.recipe for config in seen] == ["fp8-rl"]
 
 
+def test_metrics_of_the_guide_are_measured_and_figures_of_guides_are_those_of_the_results():
+    code = "".join(path.read_text() for path in (ROOT / "fp8rl_jax").rglob("*.py"))
+    named = re.findall(r"`[a-z0-9]+/([a-z0-9_]+)`", (GUIDES / "metrics.md").read_text())
+    stems = {re.sub(r"_(q|k|v|low|high)$", "", name) for name in named}
+    assert len(stems) > 25 and [stem for stem in sorted(stems) if stem not in code] == []
+    results = (ROOT / "docs" / "results.md").read_text()
+    figures = {
+        figure
+        for page in (GUIDES / "metrics.md", GUIDES / "recipe.md")
+        for figure in re.findall(r"(?<![\w.])(?:\d\.\de-\d\d|0?\.\d{3,4})\b", page.read_text())
+    }
+    assert len(figures) > 10 and [figure for figure in figures if figure not in results] == []
+
+
 def test_the_reward_of_the_guide_tells_right_from_wrong(anywhere, capsys):
     assert main(["doctor", "--rewards", "rewarded.toml"]) == 0, capsys.readouterr().out
 
