@@ -28,7 +28,7 @@ UNOPTIMIZED := --xla_backend_optimization_level=0 --xla_backend_extra_options=xl
 # what is used: with pip 26, which the first line of the install brings, a new .venv takes half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo ablation test slow night chaos vllm test-vllm vllm-in-process test-vllm-in-process peers hopper mutants toolchain lint browser clean
+.PHONY: help install demo ablation test slow night chaos vllm test-vllm vllm-in-process test-vllm-in-process peers hopper mutants toolchain lint browser docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -166,6 +166,13 @@ browser:
 	@if ! command -v chromium >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  .ci/install-chromium || echo "make: Chromium could not be installed; the browser test will be skipped" >&2; \
 	fi
+
+# Sphinx is of no use to a run, so it is installed here alone. A warning is an error, as is a link that leads nowhere.
+docs: install ## the documentation as a site: build/docs/index.html
+	@$(BIN)/pip install -qq --no-compile --no-build-isolation -c constraints.txt -e '.[docs]'
+	@rm -rf build/docs build/doctrees
+	@$(BIN)/sphinx-build -q -W --keep-going -c docs -d build/doctrees . build/docs
+	@echo "The documentation is build/docs/index.html"
 
 clean: ## remove .venv, caches and builds; runs/ stays
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

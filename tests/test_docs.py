@@ -1,23 +1,41 @@
-"""What the documents print runs, and what they point to exists."""
+"""What the documents print runs, and what they point to exists. `make docs` makes the site of them,
+with Sphinx, which these tests do without."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import json
 import math
 import re
+import shlex
+from collections import Counter
+from functools import cache
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+import yaml
 from tiny_run import RUN
 
 import fp8rl_jax as fp8rl
+from experiments import coming_from
+from fp8rl_jax.cli.load import load_config, parse_arguments
+from fp8rl_jax.cli.main import COMMANDS, main
+from fp8rl_jax.config.recipe import RECIPES
+from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.settings import with_settings
+from fp8rl_jax.training import runs
 
 ROOT = Path(__file__).parents[1]
+INDEX = ROOT / "docs" / "index.md"
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
+    *sorted(ROOT.glob("*.md")),
     ROOT / "pallas_kernels" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
+GUIDES = ROOT / "docs" / "guides"
 
 
 def test_the_program_of_the_readme_runs(tmp_path, monkeypatch, capsys):
@@ -62,21 +80,224 @@ def test_the_program_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     ]
 
 
-def links(page: Path) -> list[str]:
-    """Targets of relative links, without what follows #."""
-    found = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
-    return [target.split("#")[0] for target in found if not re.match(r"[a-z]+:|#", target)]
+@cache
+def text_of(page: Path) -> str:
+    """A page, or what a notebook says."""
+    text = page.read_text()
+    if page.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        return "\n\n".join("".join(x["source"]) for x in cells if x["cell_type"] == "markdown")
+    return text
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def links(page: Path) -> list[tuple[str, str]]:
+    """Relative links: (file, what follows #); the file is empty where it is the page itself."""
+    found = re.findall(r"\]\(([^)\s]+)\)", text_of(page))
+    targets = [target.partition("#") for target in found if not re.match(r"[a-z]+:", target)]
+    return [(file, anchor) for file, _, anchor in targets]
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """What may stand behind # of a page: its headings, as GitHub and MyST name them."""
+    prose = re.sub(r"^```.*?^```", "", text_of(page), flags=re.M | re.S)
+    seen: Counter[str] = Counter()
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", prose, re.M):
+        name = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found.add(f"{name}-{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *NOTEBOOKS], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
 def test_links_and_paths_exist(page):
-    missing = {target for target in links(page) if not (page.parent / target).exists()}
+    missing = {file for file, _ in links(page) if not (page.parent / file).exists()}
     assert not missing
+    lost = {
+        (file, anchor)
+        for file, anchor in links(page)
+        if anchor and anchor not in anchors((page.parent / file).resolve() if file else page)
+    }
+    assert not lost
     paths = re.findall(
-        r"`((?:docs|experiments|fp8rl_jax|pallas_kernels|tests)/[\w./-]+)`", page.read_text()
+        r"`((?:docs|experiments|fp8rl_jax|pallas_kernels|tests)/[\w./-]+)`", text_of(page)
     )
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_links_are_found():
-    assert "docs/results.md" in links(ROOT / "README.md") and len(links(ROOT / "README.md")) > 10
+def test_links_and_anchors_are_found():
+    found = links(ROOT / "README.md")
+    assert ("docs/results.md", "") in found and len(found) > 10
+    assert "on-one-h200-after-the-kernels-were-rewritten" in anchors(ROOT / "docs" / "results.md")
+
+
+def test_the_index_has_every_page_and_notebook_once():
+    """docs/conf.py makes the site's contents of these lists."""
+    listed = [
+        (INDEX.parent / file).resolve()
+        for line in INDEX.read_text().splitlines()
+        if line.startswith("- ")
+        for file, _ in re.findall(r"\]\(([^)#]+)(#[^)]*)?\)", line)[:1]
+    ]
+    assert sorted(listed) == sorted({*PAGES, *NOTEBOOKS} - {INDEX})
+
+
+def test_the_guide_for_other_projects_is_what_its_table_says():
+    page = (GUIDES / "coming_from.md").read_text()
+    assert page == coming_from.page(), (
+        "python -m experiments.coming_from > docs/guides/coming_from.md"
+    )
+
+
+ARXIV = re.compile(r"\b[012]\d{3}\.\d{5}\b")
+
+
+def test_the_index_of_papers_has_every_paper():
+    page = (ROOT / "docs" / "papers.md").read_text()
+    assert all(link == shown for shown, link in re.findall(r"\[([\d.]+)\]\(\S+/([\d.]+)\)", page))
+    named = {
+        number
+        for folder in ("fp8rl_jax", "pallas_kernels", "experiments", "docs", "notebooks")
+        for pattern in ("*.py", "*.toml", "*.md", "*.ipynb")
+        for path in (ROOT / folder).rglob(pattern)
+        if path.name != "papers.md"
+        for number in re.findall(r"arXiv[: ]\s*(?:#\s*)?(\d{4}\.\d{5})", path.read_text())
+    }
+    assert len(named) > 60 and sorted(named - set(ARXIV.findall(page))) == []
+
+
+def test_the_citation_names_this_version():
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert found["cff-version"] == "1.2.0" and {"message", "title", "authors"} <= found.keys()
+    assert found["version"] == fp8rl.__version__
+    assert f"## {fp8rl.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of every `fp8rl ...` in a page's blocks of code, and of those in its text that name
+    a file of the repository."""
+    text = text_of(page).replace("\\\n", " ")
+    lines = re.findall(r"^(?:    )?(?:\S*/)?fp8rl (\w.*)$", text, re.M)
+    lines += re.findall(r"`fp8rl (\w[^`]* experiments/\S+\.toml)`", text)
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+@pytest.fixture
+def anywhere(tmp_path, monkeypatch):
+    """A directory with the files that commands name, the repository's and some of one's own."""
+    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    for name in ("RUN.toml", "base.toml", "recipe.toml", "topr.toml", "run.toml"):
+        (tmp_path / name).touch()
+    for page in (GUIDES / "data.md", GUIDES / "reward.md"):
+        for _, name, code in re.findall(
+            r"^```(python|toml)\n# (\w+\.\w+)\n(.*?)^```", page.read_text(), re.M | re.S
+        ):
+            (tmp_path / name).write_text(code)
+    rows = re.search(r"```json\n(.*?)```", (GUIDES / "data.md").read_text(), re.S)
+    (tmp_path / "train.jsonl").write_text(rows[1])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def understood(words: list[str]) -> None:
+    """Read a command's words as the command does."""
+    command = COMMANDS[words[0]]
+    module, _, function = command.function.partition(":")
+    run = getattr(importlib.import_module(f"fp8rl_jax.cli.{module}"), function)
+    arguments = next(iter(get_type_hints(run).values()))
+    # a run's directory stands for its settings
+    rest = ["RUN.toml" if word.startswith("runs/") else word for word in words[1:]]
+    if command.first_keys:
+        load_config(arguments, rest, "fp8rl")
+    else:
+        parse_arguments(arguments, rest, "fp8rl")
+    named = [word for word in rest if re.match(r"experiments/\S+\.toml$", word)]
+    assert [word for word in named if not (ROOT / word).exists()] == []
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if commands(page) and page.name != "coming_from.md"],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_its_commands_are_understood(page, anywhere):
+    found = {tuple(words) for words in commands(page)}
+    for words in sorted(found):
+        try:
+            understood([*words])
+        except BaseException as fault:
+            raise AssertionError(f"fp8rl {shlex.join(words)}: {fault}") from fault
+
+
+def test_a_name_from_elsewhere_is_answered_as_the_guide_prints_it(capsys):
+    (words,) = commands(GUIDES / "coming_from.md")
+    assert main(words) == 2
+    assert f"    {capsys.readouterr().err}" in (GUIDES / "coming_from.md").read_text()
+
+
+def test_what_papers_say_to_run_is_understood(anywhere):
+    cells = re.findall(r"`([^`|]+)`", (ROOT / "docs" / "papers.md").read_text())
+    flags = [cell for cell in cells if cell.startswith("--")]
+    assert len(flags) > 20
+    for words in map(shlex.split, dict.fromkeys(flags)):
+        if words[0] == "--recipe" and len(words) == 2:
+            assert words[1] in RECIPES
+        else:
+            load_config(RunConfig, words, "fp8rl train")
+    recipes = {cell for cell in cells if cell.startswith("experiments/recipes/")}
+    assert recipes >= {f"experiments/recipes/{name}.toml" for name in ("grpo", "dapo", "qerl")}
+    for cell in recipes:
+        load_config(RunConfig, shlex.split(cell), "fp8rl train")
+
+
+def test_modules_and_targets_that_pages_name_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for page in PAGES:
+        text = text_of(page)
+        named = re.findall(r"(?:^    |`)make ([a-z][a-z-]*)", text, re.M)
+        assert set(named) <= targets, page
+        for module in re.findall(r"python -m ((?:experiments|pallas_kernels)[\w.]*)", text):
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+
+
+def test_the_programs_of_the_guides_are_understood(anywhere, monkeypatch):
+    """With a function in place of `train`, which settles the settings."""
+    seen = []
+
+    def train(*args, **kwargs):
+        given = inspect.signature(runs.train).bind(*args, **kwargs).arguments
+        seen.append(with_settings(RunConfig(), given.get("settings", {})))
+
+    monkeypatch.setattr(fp8rl, "train", train)
+    for code in re.findall(
+        r"```python\n(?!# \w+\.py)(.*?)```", (GUIDES / "data.md").read_text(), re.S
+    ):
+        exec(compile(code, "docs/guides/data.md", "exec"), {})
+    assert [config.recipe for config in seen] == ["fp8-rl"]
+
+
+def test_metrics_of_the_guide_are_measured_and_figures_of_guides_are_those_of_the_results():
+    code = "".join(path.read_text() for path in (ROOT / "fp8rl_jax").rglob("*.py"))
+    named = re.findall(r"`[a-z0-9]+/([a-z0-9_]+)`", (GUIDES / "metrics.md").read_text())
+    stems = {re.sub(r"_(q|k|v|low|high)$", "", name) for name in named}
+    assert len(stems) > 25 and [stem for stem in sorted(stems) if stem not in code] == []
+    results = (ROOT / "docs" / "results.md").read_text()
+    figures = {
+        figure
+        for page in (GUIDES / "metrics.md", GUIDES / "recipe.md")
+        for figure in re.findall(r"(?<![\w.])(?:\d\.\de-\d\d|0?\.\d{3,4})\b", page.read_text())
+    }
+    assert len(figures) > 10 and [figure for figure in figures if figure not in results] == []
+
+
+def test_the_reward_of_the_guide_tells_right_from_wrong(anywhere, capsys):
+    assert main(["doctor", "--rewards", "rewarded.toml"]) == 0, capsys.readouterr().out
+
+
+def test_the_data_of_the_guide_are_understood(anywhere, capsys):
+    assert main(["doctor", "--data", "mine.toml"]) == 0, capsys.readouterr().out

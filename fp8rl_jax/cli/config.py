@@ -15,7 +15,6 @@ from typing import Any
 
 from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.config.recipe import Recipe
-from fp8rl_jax.config.renamed import SOURCES
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import NONE_TEXT, describe, fields_of
 
@@ -26,6 +25,7 @@ is the flag, dashes for underscores: `--rollout.max-new-tokens 32`. Files are re
 `fp8rl train base.toml recipe.toml --rl.clip-high 0.28`. What is true or false is turned on by `--tracking.wandb` or
 `--tracking.wandb true`, and off by `--tracking.no-wandb` or `--tracking.wandb false`. In Python a key is a keyword by its last name
 where no other table has it (`learning_rate=1e-5`), or else `**{"rl.correction.method": "token_tis"}`.
+What other projects call a setting: [guides/coming_from.md](guides/coming_from.md).
 """
 
 
@@ -41,10 +41,7 @@ def config(arguments: ConfigArguments) -> None:
 
 def page(tree: type) -> str:
     """Write the page for a tree of dataclasses whose fields have docstrings under them."""
-    return (
-        "\n".join([_HEAD, *_sections(tree(), ""), *_recipe_section(), *_names_from_elsewhere()])
-        + "\n"
-    )
+    return "\n".join([_HEAD, *_sections(tree(), ""), *_recipe_section()]) + "\n"
 
 
 def first_help(prog: str, tree: type, summary: str, keys: Sequence[str]) -> str:
@@ -152,18 +149,6 @@ def _recipe_fields(node: Any, prefix: str) -> Iterator[str]:
         elif name != "name":
             value = value or {} if describe(annotation) == "a table of tables" else value
             yield f"- **`{key}`** = `{_text(value)}` ({describe(annotation)}). {documented[name]}"
-
-
-def _names_from_elsewhere() -> Iterator[str]:
-    yield "## Names from elsewhere\n"
-    yield (
-        "What other projects call a setting. An unknown key that ends in such a name is "
-        "answered with the key here.\n"
-    )
-    for source, table in SOURCES.items():
-        for name, (keys, note) in sorted(table.items()):
-            here = " and ".join(f"`{key}`" for key in keys.split(" and "))
-            yield f"- {source}: `{name}` is {here}{f' ({note})' if note else ''}."
 
 
 def _text(value: Any) -> str:
