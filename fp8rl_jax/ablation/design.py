@@ -224,7 +224,8 @@ class Design:
     base: RunConfig
     """What all arms begin with: the base and the settings of all."""
     objects: dict[str, Any] = field(default_factory=dict)
-    """What was given in Python: {`<python>:NAME`: function or class, "dataset": problems}."""
+    """What was given in Python: {`<python>:NAME`: function or class, "dataset" and
+    "eval_dataset": problems}."""
 
     def run_name(self, arm: Arm, seed: int) -> str:
         """Name a run and its directory."""
@@ -309,6 +310,7 @@ def read_design(
     *,
     reward: PythonReward | None = None,
     dataset: Sequence[Any] | None = None,
+    eval_dataset: Sequence[Any] | None = None,
     environment: type | None = None,
 ) -> Design:
     """Read and check an ablation.
@@ -316,8 +318,8 @@ def read_design(
     Args:
         source: the TOML file, or its contents as a dictionary.
         output: directory in place of the file's; {name} is the study's name.
-        reward, dataset, environment: Python objects of all arms, as `fp8rl.train` takes them; the
-            problems as a list.
+        reward, dataset, eval_dataset, environment: Python objects of all arms, as `fp8rl.train`
+            takes them; the problems as lists.
 
     Raises:
         UserError: a line for each fault of the file, of its base, and of every arm.
@@ -336,7 +338,9 @@ def read_design(
     base = laid_over(RunConfig(), read_values(RunConfig, run_files, faults), faults)
     base = replace(base, recipes=base.recipes | file.recipes)
     base = _changed(base, file.settings, "settings", faults)
-    base, objects = _with_objects(base, reward, dataset, environment, faults)
+    base, objects = _with_objects(
+        base, reward, environment, {"dataset": dataset, "eval_dataset": eval_dataset}, faults
+    )
     faults += _judge_faults(file.judge, base)
     given = _given_arms(file, faults)
     faults += _baseline_faults(file.baseline, given) if given else []
@@ -353,18 +357,20 @@ def read_design(
 
 
 def _with_objects(
-    base: RunConfig, reward: Any, dataset: Any, environment: Any, faults: list[str]
+    base: RunConfig, reward: Any, environment: Any, rows: dict[str, Any], faults: list[str]
 ) -> tuple[RunConfig, dict[str, Any]]:
     """The base naming what was given in Python, and these objects."""
-    if dataset is not None and not isinstance(dataset, list | tuple):
-        faults.append(f"dataset is a {type(dataset).__name__}; give a list, which every run reads")
-        dataset = None
+    rows = {name: some for name, some in rows.items() if some is not None}
+    for name, some in list(rows.items()):
+        if not isinstance(some, list | tuple):
+            faults.append(f"{name} is a {type(some).__name__}; give a list, which every run reads")
+            del rows[name]
     try:
-        task, objects = name_objects(base.task, reward, dataset, environment)
+        task, objects = name_objects(base.task, reward, environment=environment, **rows)
     except UserError as error:
         faults += str(error).splitlines()
         return base, {}
-    objects |= {"dataset": list(dataset)} if dataset is not None else {}
+    objects |= {name: list(some) for name, some in rows.items()}
     return replace(base, task=task), objects
 
 

@@ -64,8 +64,8 @@ def _given(config: RunConfig, path: str) -> dict[str, Any]:
     if not path:
         return {}
     objects = pickle.loads(Path(path).read_bytes())
-    dataset = objects.pop("dataset", None)
-    return arguments_again(config.task, objects) | {"dataset": dataset}
+    rows = {name: objects.pop(name, None) for name in ("dataset", "eval_dataset")}
+    return arguments_again(config.task, objects) | rows
 
 
 def judged(config: RunConfig, recipe: str) -> RunConfig:

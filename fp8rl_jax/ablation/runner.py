@@ -99,6 +99,7 @@ def ablate(
     output: str = "",
     reward: PythonReward | None = None,
     dataset: Sequence[Any] | None = None,
+    eval_dataset: Sequence[Any] | None = None,
     environment: type | None = None,
     report: Callable[[str], None] = print,
 ) -> Ablation:
@@ -111,6 +112,7 @@ def ablate(
         reward: function, or {name: function}, of all arms, in place of what task.reward names; it
             may live in a notebook's cell, as `fp8rl.train` takes it.
         dataset: problems of all arms, as a list, in place of those that task names.
+        eval_dataset: held-out problems of all arms, as a list.
         environment: class of all arms, for episodes of several turns.
         report: receives lines about runs that begin and end.
 
@@ -120,7 +122,14 @@ def ablate(
     Raises:
         UserError: a line for each fault of the design; or it has changed since its runs began.
     """
-    design = read_design(source, output, reward=reward, dataset=dataset, environment=environment)
+    design = read_design(
+        source,
+        output,
+        reward=reward,
+        dataset=dataset,
+        eval_dataset=eval_dataset,
+        environment=environment,
+    )
     return Runner(design, jobs, report).run()
 
 

@@ -275,7 +275,7 @@ def _rewards(files: Sequence[str], faults: list[str]) -> list[str]:
     from fp8rl_jax.cli.load import load_config
     from fp8rl_jax.config.run import RunConfig
     from fp8rl_jax.errors import UserError
-    from fp8rl_jax.tasks.dataset import load_splits
+    from fp8rl_jax.tasks.dataset import columns_of, load_splits
     from fp8rl_jax.tasks.sandbox.pool import RewardPool
     from fp8rl_jax.tasks.verifiers import check_rewards
 
@@ -284,8 +284,9 @@ def _rewards(files: Sequence[str], faults: list[str]) -> list[str]:
         return ["an environment rewards its own steps: there is no answer to compare with"]
     try:
         train, held_out = load_splits(task)
-        with RewardPool(task) as pool:
-            lines, found = check_rewards(pool, train.examples + held_out.examples)
+        examples = train.examples + held_out.examples
+        with RewardPool(task, columns=columns_of(examples)) as pool:
+            lines, found = check_rewards(pool, examples)
     except UserError as error:
         found, lines = str(error).splitlines(), []
     faults += found

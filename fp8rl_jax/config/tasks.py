@@ -21,6 +21,7 @@ _BUILT_IN_REWARDS = ("exact", "math_verify", "reasoning_gym", *_SHAPING_REWARDS)
 
 
 Extract = Literal["whole", "last_number", "answer_tag", "boxed", "after_hashes"]
+_KINDS_OF_ROWS = ("module", "jsonl", "dataset", "python")
 _TEMPLATE_FIELDS = ("question", "answer", "metadata")
 
 
@@ -29,10 +30,11 @@ class RewardConfig:
     """How one completion is scored, in worker processes that can be killed."""
 
     function: str = ""
-    """The one reward, `module:function` or `path/to/file.py:function`, called as reward(prompt=,
-    completion=, answer=, metadata=), or once a batch where it has a parameter `completions`
-    (fp8rl_jax/tasks/rewards.py); empty: reasoning-gym's own scorer, or exact match with the answer
-    for lists of problems. `<python>:NAME` is one that the run got in Python."""
+    """The one reward, `module:function` or `path/to/file.py:function`, called with those of
+    prompt=, completion=, answer=, metadata= and the problem's columns that it has parameters for,
+    or once a batch where it has a parameter `completions` (fp8rl_jax/tasks/rewards.py); empty:
+    reasoning-gym's own scorer, or exact match with the answer for lists of problems.
+    `<python>:NAME` is one that the run got in Python."""
     weights: dict[str, float] = field(default_factory=dict)
     """Several rewards: weights = { math_verify = 1.0, format = 0.1 } makes the reward their
     weighted sum. Names are exact, math_verify, reasoning_gym, format, length, or those of
@@ -258,29 +260,59 @@ def _main_fault(key: str, spec: str, argument: str) -> str:
 
 
 @dataclass(frozen=True)
+class FieldsConfig:
+    """Columns of rows that have other names than fp8rl_jax/tasks/sources.py lists. A dotted path
+    goes into objects: reward_model.ground_truth."""
+
+    prompt: str = ""
+    """Column of the prompt: text, or a list of messages. Empty: one of the usual names."""
+    answer: str = ""
+    """Column of the right answer. Empty: one of the usual names."""
+
+    @property
+    def given(self) -> dict[str, str]:
+        """{"prompt" or "answer": column} of those that are named."""
+        return {name: column for name, column in vars(self).items() if column}
+
+
+@dataclass(frozen=True)
 class TaskConfig:
     """Problems and their reward."""
 
-    kind: Literal["reasoning_gym", "module", "jsonl", "environment", "python", "text"] = (
-        "reasoning_gym"
-    )
+    kind: Literal[
+        "reasoning_gym", "module", "jsonl", "dataset", "environment", "python", "text"
+    ] = "reasoning_gym"
     """A reasoning-gym generator; a Python function that returns a list of {"prompt", "answer"}
     dictionaries (their other keys become metadata; they may have the names that TRL and verl give
-    them); files of such dictionaries, as JSON lines, a JSON list or Parquet; a class whose problems
-    are conversations with it, of max_turns turns; or problems that the run got in Python, which a
-    file cannot name. text: no problems, but text to learn by heart, of `fp8rl pretrain`."""
+    them); files of such dictionaries, as JSON lines, a JSON list or Parquet; a data set that
+    Hugging Face's `datasets` loads, by name or path; a class whose problems are conversations with
+    it, of max_turns turns; or problems that the run got in Python, which a file cannot name. text:
+    no problems, but text to learn by heart, of `fp8rl pretrain`."""
     name: str = "spell_backward"
     """The generator's name; `module:function` or `path/to/file.py:function`; the file's path or a
-    pattern such as data/*.jsonl; `module:Class` or `path/to/file.py:Class`; of kind python what the
-    problems were, such as "list of 800"; of kind text files or a pattern (one document each, or
+    pattern such as data/*.jsonl; what `datasets.load_dataset` takes ("openai/gsm8k", a folder, a
+    file) or `save_to_disk` wrote; `module:Class` or `path/to/file.py:Class`; of kind python what
+    the problems were, such as "list of 800"; of kind text files or a pattern (one document each, or
     JSON lines with a `text` each), or a corpus that `fp8rl fetch` knows ("kjv")."""
     args: dict[str, Any] = field(default_factory=dict)
     """Parameters of the generator, or keyword arguments of the function or class: args = {
     min_word_len = 3, max_word_len = 4 }."""
+    subset: str = ""
+    """Configuration of a data set of kind dataset, such as "main" of openai/gsm8k; empty: its only
+    one."""
+    split: str = "train"
+    """Split of it that is trained on."""
+    eval_split: str = ""
+    """Split that is held out, as eval_path is: of that, or of name where that is empty."""
     eval_path: str = ""
-    """Held-out problems of kinds jsonl and python, or text, a path as name is of jsonl or text; at
-    most eval_size of them are used (unset: 256, or all text), and training skips them all. Empty:
-    they are taken out of name."""
+    """Held-out problems, or text: files, as name is of jsonl or text; of kind dataset another data
+    set, by name or path ("HuggingFaceH4/aime_2024"), its split train unless eval_split says
+    otherwise; `<python>:NAME` were given in Python, as eval_dataset. At most eval_size of them are
+    used (unset: 256, or all text), and training skips them all. Empty: they are taken out of
+    name."""
+    fields: FieldsConfig = FieldsConfig()
+    """Columns under other names. All others are metadata, and a reward that has a parameter of a
+    column's name gets it."""
     max_turns: int = 1
     """Completions of one episode, at most; other kinds than environment have one. Above 1 an
     episode's reward is the sum over its turns, what the environment says is masked from the loss,
@@ -307,6 +339,11 @@ class TaskConfig:
     A problem in which nothing is found is refused. {answer} stays the whole answer."""
     reward: RewardConfig = RewardConfig()
     """Scoring."""
+
+    @property
+    def names_held_out(self) -> bool:
+        """Whether held-out problems have a place of their own."""
+        return bool(self.eval_path or self.eval_split)
 
     @property
     def python_objects(self) -> dict[str, str]:
@@ -336,7 +373,8 @@ class TaskConfig:
             (self.seed >= 0, f"task.seed = {self.seed} must not be negative"),
             (
                 bool(self.name),
-                "task.name is empty; give a reasoning-gym generator, module:function or a file",
+                "task.name is empty; give a reasoning-gym generator, module:function, a file or a "
+                "data set",
             ),
             (
                 self.kind not in ("module", "environment") or is_function_spec(self.name),
@@ -347,16 +385,29 @@ class TaskConfig:
                 _main_fault("task.name", self.name, "environment"),
             ),
             (
-                not self.eval_path or self.kind in ("jsonl", "python", "text"),
-                f'task.eval_path belongs to task.kind = "jsonl", and this one is {self.kind!r}',
+                not self.eval_path
+                or self.kind in _KINDS_OF_ROWS
+                or (self.kind == "text" and not is_python_spec(self.eval_path)),
+                f"task.eval_path = {self.eval_path!r} belongs to problems that are rows, and those "
+                f'of task.kind = "{self.kind}" are none; take it out',
             ),
             (
-                not self.eval_path or self.eval_size != 0,
-                f"task.eval_path = {self.eval_path!r} is not read while task.eval_size = 0; "
-                "raise it or drop the path",
+                self.kind == "dataset"
+                or (self.subset, self.split, self.eval_split) == ("", "train", ""),
+                'task.subset, task.split and task.eval_split belong to task.kind = "dataset", and '
+                f"this one is {self.kind!r}",
             ),
             (
-                not self.args or self.kind not in ("jsonl", "python", "text"),
+                not self.names_held_out or self.eval_size != 0,
+                f"task.eval_path or task.eval_split = {self.eval_path or self.eval_split!r} is not "
+                "read while task.eval_size = 0; raise it or take the other out",
+            ),
+            (
+                not self.fields.given or self.kind in _KINDS_OF_ROWS,
+                f'task.fields: problems of task.kind = "{self.kind}" have no columns; take it out',
+            ),
+            (
+                not self.args or self.kind not in ("jsonl", "dataset", "python", "text"),
                 f'task.args: problems of task.kind = "{self.kind}" take no arguments; take them '
                 "out",
             ),

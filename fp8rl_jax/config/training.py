@@ -300,7 +300,9 @@ class TrackingConfig:
     """Trackers and the record of sampled completions."""
 
     samples: int = 4
-    """Completions of each step kept in samples.jsonl, with prompt, answer and reward; 0: none."""
+    """Completions of each step kept in samples.jsonl, with prompt, answer and reward; 0: none.
+    Those of steps with an evaluation are shown in Weights & Biases (a table) and TensorBoard (text)
+    as well, at most 32 of them, texts cut to 2,000 characters."""
     tensorboard: bool = False
     """Write TensorBoard events to <output>/tensorboard; needs the extra [trackers]."""
     wandb: bool = False

@@ -23,16 +23,15 @@ from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.tasks.conversation import Conversation
 from fp8rl_jax.tasks.extraction import extract_answer
-from fp8rl_jax.tasks.python_objects import name_objects, not_given
+from fp8rl_jax.tasks.python_objects import check_dataset, name_objects, not_given
+from fp8rl_jax.tasks.rewards import columns_of_problem
 from fp8rl_jax.tasks.sources import (
     LOADERS,
     Fault,
     Row,
-    comparing_reward,
+    held_out_rows,
     permutation,
-    read_problems,
     refuse,
-    shuffled,
 )
 
 _log = logging.getLogger("fp8rl")
@@ -93,10 +92,18 @@ class Dataset:
         return [self.examples[index] for index in indices]
 
 
+def columns_of(examples: Iterable[Example]) -> tuple[str, ...]:
+    """Name the columns that any of the problems has, for the parameters of rewards."""
+    return tuple(
+        dict.fromkeys(name for example in examples for name in columns_of_problem(example.entry))
+    )
+
+
 def load_splits(
     task: TaskConfig,
     rows: Any = None,
     environment: type | None = None,
+    eval_rows: Any = None,
 ) -> tuple[Dataset, Dataset]:
     """Load (training set, held-out set), disjoint by prompt.
 
@@ -105,8 +112,8 @@ def load_splits(
 
     The held-out problems are the first `eval_size` distinct ones, hence a plain sample of the
     source that depends on neither `train_size` nor the training order. Where it is unset there are
-    256, and no more than a tenth of a source that ends. With `eval_path` they come from
-    there, at most `eval_size`, and no problem of that file is trained on.
+    256, and no more than a tenth of a source that ends. With `eval_path`, `eval_split` or
+    `eval_rows` they come from there, at most `eval_size`, and no problem of it is trained on.
 
     Args:
         task: problems and templates.
@@ -117,14 +124,16 @@ def load_splits(
             of Hugging Face's, is shuffled like a file; an iterator is read in its own order as far
             as `train_size`, which it needs, and no further.
         environment: the class, in place of the one that `task` names.
+        eval_rows: held-out problems, as `rows` are; of an iterator as many as are used.
 
     Raises:
         UserError: a value of the configuration cannot work, the source is empty or damaged, it has
             too few distinct prompts, or task.answer_extract finds nothing in an answer.
     """
-    task, _ = name_objects(task, dataset=rows, environment=environment)
+    task, _ = name_objects(task, dataset=rows, environment=environment, eval_dataset=eval_rows)
     if faults := task.problems():
         raise UserError("; ".join(faults))
+    check_dataset(task, rows, eval_rows)
     if environment is None and "task.name" in task.python_objects:
         raise UserError(not_given("task.name", task.name))
     rows = LOADERS[task.kind](task, environment if rows is None else rows)
@@ -132,14 +141,12 @@ def load_splits(
     wanted = task.train_size or (_GENERATED_TRAIN_SIZE if endless else None)
     faults: list[Fault] = []
     distinct = _Distinct(task, rows, endless, faults)
-    if task.eval_path:
-        compared = bool(comparing_reward(task))
-        held_out_rows = read_problems(task.eval_path, "task.eval_path", compared)
-        held_out_rows = shuffled(held_out_rows, task.seed)
-        others = _Distinct(task, held_out_rows, False, faults, distinct.prompts)
-        apart = tuple(others)
-        _name_repeated(others, "task.eval_path")
+    if task.names_held_out:
         size = _HELD_OUT_SIZE if task.eval_size is None else task.eval_size
+        apart, key = held_out_rows(task, eval_rows, size)
+        others = _Distinct(task, apart, False, faults, distinct.prompts)
+        apart = tuple(others)
+        _name_repeated(others, key)
         held_out, left = apart[:size], distinct
     elif task.eval_size is None:
         enough = _HELD_OUT_SIZE + wanted if endless and wanted else None
@@ -177,15 +184,16 @@ def _check_sizes(
     task: TaskConfig, train: Dataset, held_out: Dataset, least: int, size: int
 ) -> None:
     name = f"the dataset, a {task.name}," if task.kind == "python" else f"task.name = {task.name!r}"
-    if task.eval_path:
+    if task.names_held_out:
+        place = "task.eval_path" if task.eval_path else "task.eval_split"
         if not len(held_out):
             raise UserError(
-                f"task.eval_path = {task.eval_path!r} is an empty data set; it has to give at "
-                "least one problem"
+                f"{place} = {task.eval_path or task.eval_split!r} is an empty data set; it has to "
+                "give at least one problem"
             )
         if len(train) < least:
             raise UserError(
-                f"{name} has {len(train)} distinct prompts that task.eval_path does not have, "
+                f"{name} has {len(train)} distinct prompts that {place} does not have, "
                 "fewer than task.train_size = "
                 f"{least}; lower it or give more problems"
             )

@@ -31,6 +31,7 @@ def name_objects(
     reward: PythonReward | None = None,
     dataset: Any = None,
     environment: type | None = None,
+    eval_dataset: Any = None,
 ) -> tuple[TaskConfig, dict[str, Any]]:
     """Return the configuration that names what was given in Python.
 
@@ -45,6 +46,7 @@ def name_objects(
         dataset: problems, as `load_splits` takes them.
         environment: class of an environment, which task.args are the arguments of
             (fp8rl_jax/tasks/environment.py).
+        eval_dataset: held-out problems, likewise.
 
     Returns:
         The configuration, and {`<python>:NAME`: function or class}.
@@ -60,7 +62,15 @@ def name_objects(
             "give one of them"
         )
     if dataset is not None:
-        task = replace(task, kind="python", name=_describe_dataset(dataset))
+        task = replace(task, kind="python", name=_describe_dataset(dataset, "dataset"))
+    if eval_dataset is not None:
+        if task.names_held_out and not is_python_spec(task.eval_path):
+            raise UserError(
+                f"eval_dataset and task.eval_path or eval_split = "
+                f"{task.eval_path or task.eval_split!r} are both given; take one of them out"
+            )
+        given = _describe_dataset(eval_dataset, "eval_dataset")
+        task = replace(task, eval_path=python_spec(given))
     if environment is not None:
         if not isinstance(environment, type):
             raise UserError(f"environment must be a class, not {type(environment).__name__}")
@@ -93,8 +103,8 @@ def check_objects(task: TaskConfig, objects: Mapping[str, Any]) -> None:
         raise UserError("\n".join(not_given(key, spec) for key, spec in missing.items()))
 
 
-def check_dataset(task: TaskConfig, dataset: Any) -> None:
-    """Refuse task.kind = "python" where no problems are given.
+def check_dataset(task: TaskConfig, dataset: Any, eval_dataset: Any = None) -> None:
+    """Refuse a task that names problems which were given in Python and are not given again.
 
     Raises:
         UserError: with what to do.
@@ -104,6 +114,11 @@ def check_dataset(task: TaskConfig, dataset: Any) -> None:
             f'task.kind = "python": the problems of this run ({task.name}) were given in Python; '
             "give dataset= again, or name "
             'their file with task.kind = "jsonl"'
+        )
+    if is_python_spec(task.eval_path) and eval_dataset is None:
+        raise UserError(
+            f"task.eval_path = {task.eval_path!r}: the held-out problems of this run were given in "
+            "Python; give eval_dataset= again, or name their file"
         )
 
 
@@ -152,7 +167,7 @@ def _with_rewards(config: RewardConfig, reward: Any, objects: dict[str, Any]) ->
     return replace(config, function="", functions=config.functions | specs, weights=weights)
 
 
-def _describe_dataset(dataset: Any) -> str:
+def _describe_dataset(dataset: Any, argument: str) -> str:
     """What config.toml says of the problems: "list of 800", "generator"."""
     kind = type(dataset).__name__
     if isinstance(dataset, Mapping):
@@ -168,7 +183,7 @@ def _describe_dataset(dataset: Any) -> str:
     else:
         count = length(dataset)
         return kind if count is None else f"{kind} of {count}"
-    raise UserError(f"dataset is a {kind}; give {wanted}")
+    raise UserError(f"{argument} is a {kind}; give {wanted}")
 
 
 def length(dataset: Any) -> int | None:

@@ -3,8 +3,8 @@ so nothing here imports more than the standard library and the rewards themselve
 
 A reward function is a user's, named in task.reward.function or task.reward.functions, or given in
 Python (`build(config, reward=...)`, `RewardPool(task, reward=...)`): a function, a lambda, a
-method, or any object that can be called. It is called with keywords, so it names those that it uses
-and takes the others as `**_`. There are two forms.
+method, or any object that can be called. It is called with keywords, and with those alone that it
+has parameters for; with `**_` it gets all four. There are two forms.
 
 One completion a call, which returns a number:
 
@@ -15,12 +15,18 @@ One completion a call, which returns a number:
     answer        the right answer as text; empty where the problem has none
     metadata      dictionary of whatever else the problem has
 
+A parameter of another name is a column of the problems, as in TRL: `def score(completion, level)`
+gets what its problem has under `level`, None where it has nothing there, or the parameter's own
+default. `question` is the prompt before the template. A column that no problem has is refused
+before anything runs.
+
 A batch a call, which returns a list of numbers, one a completion; a function with a parameter of
 the name `completions` is one:
 
     def score(prompts, completions, answers, metadata): ...
 
-All four are lists of one length, at most task.reward.batch_size, and 1 in a worker's first call.
+All four, and columns, are lists of one length, at most task.reward.batch_size, and 1 in a worker's
+first call; `answer` is `answers` under TRL's name.
 Which completions share a call is not fixed, and those of one prompt may be apart, so a score may
 depend on nothing but its own row. The whole call has task.reward.timeout times its rows. An
 exception, a list of another length, a timeout, and the end of the worker's process fail all
@@ -35,7 +41,8 @@ import dataclasses
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -43,7 +50,9 @@ from typing import Any
 from fp8rl_jax.config.tasks import Extract, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.functions import describe_fault, load_function
+from fp8rl_jax.tasks.columns import listed
 from fp8rl_jax.tasks.extraction import extract_answer, same_number
+from fp8rl_jax.tasks.hf_datasets import named_elsewhere
 from fp8rl_jax.tasks.mathematics import math_verify_reward
 
 _Sample = tuple[str, str, str, Mapping[str, Any]]
@@ -52,6 +61,8 @@ Reward = Callable[[str, str, str, Mapping[str, Any]], Any]
 """(prompt, completion, answer, entry) -> score, as the reward returned it."""
 _BatchReward = Callable[[Sequence[_Sample]], Sequence[Any]]
 """samples -> scores, as the reward returned them."""
+_ONE = ("prompt", "completion", "answer", "metadata")
+_BATCH = ("prompts", "completions", "answers", "metadata")
 _BATCH_PARAMETER = "completions"
 
 LARGEST = 1e15
@@ -120,16 +131,19 @@ class Scorer:
         return scores
 
 
-def build_scorer(task: TaskConfig, objects: Mapping[str, Any] | None = None) -> Scorer:
+def build_scorer(
+    task: TaskConfig, objects: Mapping[str, Any] | None = None, columns: Iterable[str] = ()
+) -> Scorer:
     """Build the scorer that the configuration describes.
 
     Args:
         task: its rewards are loaded.
         objects: the functions that were given in Python, by `<python>:NAME`.
+        columns: those that the problems have, which rewards may have parameters for.
 
     Raises:
-        UserError: a reward does not import, does not take the four arguments, or the generator is
-            unknown.
+        UserError: a reward does not import, has a parameter that it is not called with, or the
+            generator is unknown.
     """
     rewards: dict[str, Reward] = {}
     batch_rewards: dict[str, _BatchReward] = {}
@@ -140,10 +154,11 @@ def build_scorer(task: TaskConfig, objects: Mapping[str, Any] | None = None) -> 
             rewards[name] = _built_in(task, name)
             continue
         function = load_function(spec, key, objects)
-        if _takes_batches(function, spec, key):
-            batch_rewards[name] = _batch_function(function, task.reward.extract)
+        taken = _taken(function, spec, key, tuple(columns))
+        if taken.batches:
+            batch_rewards[name] = _batch_function(function, taken, task.reward.extract)
         else:
-            rewards[name] = _function(function, task.reward.extract)
+            rewards[name] = _function(function, taken, task.reward.extract)
     return Scorer(rewards, batch_rewards, list(task.components))
 
 
@@ -167,27 +182,63 @@ def _built_in(task: TaskConfig, name: str) -> Reward:
     return lambda prompt, completion, answer, entry: exact_match(completion, answer, reward.extract)
 
 
-def _function(function: Callable[..., Any], extract: Extract) -> Reward:
+@dataclass(frozen=True)
+class _Taken:
+    """What a reward is called with."""
+
+    batches: bool
+    arguments: tuple[str, ...]
+    """Of the four that its form has."""
+    columns: Mapping[str, bool]
+    """Columns, and whether the function does without."""
+
+
+def columns_of_problem(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the columns of a problem that rewards may have parameters for.
+
+    Args:
+        entry: question, answer and metadata; what only its metadata has, where it is of
+            reasoning-gym.
+    """
+    own = {name: entry[name] for name in ("question", "answer") if entry.get(name) is not None}
+    return own | {name: x for name, x in entry.get("metadata", {}).items() if x is not None}
+
+
+def _function(function: Callable[..., Any], taken: _Taken, extract: Extract) -> Reward:
     def score(prompt: str, completion: str, answer: str, entry: Mapping[str, Any]) -> Any:
-        return function(
-            prompt=prompt,
-            completion=extract_answer(completion, extract),
-            answer=answer,
-            metadata=entry.get("metadata", {}),
-        )
+        given = {
+            "prompt": prompt,
+            "completion": extract_answer(completion, extract),
+            "answer": answer,
+            "metadata": entry.get("metadata", {}),
+        }
+        there = columns_of_problem(entry) if taken.columns else {}
+        columns = {
+            name: there.get(name)
+            for name, optional in taken.columns.items()
+            if name in there or not optional
+        }
+        return function(**{name: given[name] for name in taken.arguments}, **columns)
 
     return score
 
 
-def _batch_function(function: Callable[..., Any], extract: Extract) -> _BatchReward:
+def _batch_function(function: Callable[..., Any], taken: _Taken, extract: Extract) -> _BatchReward:
     def score(samples: Sequence[_Sample]) -> Sequence[Any]:
         prompts, completions, answers, entries = map(list, zip(*samples, strict=True))
-        scores = function(
-            prompts=prompts,
-            completions=[extract_answer(completion, extract) for completion in completions],
-            answers=answers,
-            metadata=[entry.get("metadata", {}) for entry in entries],
-        )
+        given = {
+            "prompts": prompts,
+            "completions": [extract_answer(completion, extract) for completion in completions],
+            "answers": answers,
+            "metadata": [entry.get("metadata", {}) for entry in entries],
+        }
+        there = [columns_of_problem(entry) if taken.columns else {} for entry in entries]
+        columns = {
+            name: answers if name == "answer" else [row.get(name) for row in there]
+            for name, optional in taken.columns.items()
+            if not optional or any(name in row for row in there)
+        }
+        scores = function(**{name: given[name] for name in taken.arguments}, **columns)
         if (
             isinstance(scores, str | bytes | Mapping)
             or not hasattr(scores, "__len__")
@@ -213,8 +264,8 @@ def _call_batch(reward: _BatchReward, samples: Sequence[_Sample]) -> Sequence[An
         return [ComponentFault(describe_fault(fault))] * len(samples)
 
 
-def _takes_batches(function: Callable[..., Any], spec: str, key: str) -> bool:
-    """Whether `function` is a batch reward.
+def _taken(function: Callable[..., Any], spec: str, key: str, columns: Sequence[str]) -> _Taken:
+    """What `function` is called with.
 
     Raises:
         UserError: it cannot be called as a reward of its form.
@@ -222,27 +273,39 @@ def _takes_batches(function: Callable[..., Any], spec: str, key: str) -> bool:
     try:
         signature = inspect.signature(function)
     except ValueError:  # some built-in functions have none
-        return False
+        return _Taken(False, _ONE, {})
     batches = _BATCH_PARAMETER in signature.parameters
+    form = _BATCH if batches else _ONE
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
     arguments = (
-        ("prompts", _BATCH_PARAMETER, "answers", "metadata")
-        if batches
-        else ("prompt", "completion", "answer", "metadata")
+        form
+        if inspect.Parameter.VAR_KEYWORD in kinds
+        else tuple(name for name in form if name in signature.parameters)
     )
-    try:
-        signature.bind(**dict.fromkeys(arguments, ""))
-    except TypeError as fault:
+    named = {
+        name: parameter.default is not inspect.Parameter.empty
+        for name, parameter in signature.parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and name not in form
+    }
+    known = {*columns, "answer"} if batches else set(columns)
+    called = f"takes {signature}, but is called with {', '.join(f'{name}=' for name in form)}"
+    if unknown := [name for name, optional in named.items() if not optional and name not in known]:
         raise UserError(
-            f"{key} = {spec!r} takes {signature}, but is called with "
-            f"{', '.join(f'{name}=' for name in arguments)} ({fault}); add **_ for those that it "
-            "does not use"
-        ) from fault
+            f"{key} = {spec!r} {called} and columns of the problems, and none has "
+            f"{unknown[0]!r}: {listed(columns, unknown[0])}"
+        )
+    taken = _Taken(batches, arguments, named)
+    try:
+        signature.bind(**dict.fromkeys([*arguments, *named], ""))
+    except TypeError as fault:
+        raise UserError(f"{key} = {spec!r} {called} by name ({fault})") from fault
     if inspect.iscoroutinefunction(function):
         raise UserError(
             f"{key} = {spec!r} is an async function, and rewards are called without an event "
             "loop; use asyncio.run in it"
         )
-    return batches
+    return taken
 
 
 def exact_match(completion: str, answer: str, extract: Extract) -> float:
@@ -290,7 +353,7 @@ def create_reasoning_gym(task: TaskConfig, size: int, seed: int) -> Any:
     if task.name not in DATASETS:
         raise UserError(
             f"task.name = {task.name!r} is no reasoning-gym "
-            f"generator{_did_you_mean(task.name, DATASETS)}"
+            f"generator{_did_you_mean(task.name, DATASETS)}{named_elsewhere(task.name)}"
         )
     parameters: Any = DATASETS[task.name][1]
     known = {field.name for field in dataclasses.fields(parameters)} - {"size", "seed"}

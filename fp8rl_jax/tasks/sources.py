@@ -1,5 +1,5 @@
-"""Where problems come from, by task.kind: a generator, a function, files, an environment, Python
-objects.
+"""Where problems come from, by task.kind: a generator, a function, files, a data set, an
+environment, Python objects.
 
 A file has one object a row, with a prompt, an answer, and whatever else as metadata: JSON lines or
 one JSON list, packed by gzip or not, or Parquet.
@@ -12,7 +12,8 @@ is there, or else problem (MATH): text, or a list of messages. The answer is `an
 `reward_model.ground_truth` (verl) or `ground_truth`, or else `solution` (TRL), or else `completion`
 or the last of `messages` where it is the assistant's (both TRL's, for supervised training; beside
 an answer it is left out). Rewards that compare with nothing need none. A null is no value, since
-Arrow fills with nulls what a row has not.
+Arrow fills with nulls what a row has not. Columns under any other name are named in task.fields,
+and then these alone are looked at. The others become metadata.
 
 A row is read rightly or named as damaged; nothing is skipped but blank lines, and nothing is
 guessed.
@@ -29,25 +30,28 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from itertools import chain, count
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
-from fp8rl_jax.config.tasks import TaskConfig
+from fp8rl_jax.config.tasks import FieldsConfig, TaskConfig
 from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.functions import load_function
+from fp8rl_jax.tasks.columns import NamedColumns, value_at
 from fp8rl_jax.tasks.conversation import Conversation, MessageFault, read_messages
 from fp8rl_jax.tasks.environment import first_prompts
-from fp8rl_jax.tasks.python_objects import check_dataset, length
+from fp8rl_jax.tasks.hf_datasets import load_rows, named_elsewhere
+from fp8rl_jax.tasks.python_objects import length
 from fp8rl_jax.tasks.rewards import create_reasoning_gym
 
 # Generators seed their problem i with seed + i; this distance keeps the problems of neighbouring
 # seeds apart.
 _SEED_DISTANCE = 1_000_003
 CHUNK = 512
+_USUAL = FieldsConfig()
 COMPARING_REWARDS = ("exact", "math_verify")
 """Rewards without a use where a problem has no answer."""
 
@@ -91,9 +95,15 @@ def _module_rows(task: TaskConfig, given: Any) -> Sequence[Row]:
             f"task.name = {task.name!r} returned {type(rows).__name__} instead of a list of "
             "dictionaries"
         )
+    named = NamedColumns(task.fields, f"task.name = {task.name!r}")
+    for row in rows:
+        named.see(row)
+    named.check()
     needs_answer = bool(comparing_reward(task))
     return [
-        _foreign_row(rows[index], f"task.name = {task.name!r}: row {index}", needs_answer)
+        _foreign_row(
+            rows[index], f"task.name = {task.name!r}: row {index}", needs_answer, task.fields
+        )
         | {"source": f"{task.name} row {index}"}
         for index in permutation(task.seed, 0, len(rows))
     ]
@@ -104,7 +114,7 @@ def comparing_reward(task: TaskConfig) -> str:
     return next((name for name in COMPARING_REWARDS if name in task.components), "")
 
 
-def _foreign_row(row: Any, which: str, needs_answer: bool) -> dict[str, Any]:
+def _foreign_row(row: Any, which: str, needs_answer: bool, fields: FieldsConfig) -> dict[str, Any]:
     """The problem of a Python object.
 
     Raises:
@@ -116,14 +126,54 @@ def _foreign_row(row: Any, which: str, needs_answer: bool) -> dict[str, Any]:
                 "a dictionary with a prompt, or a prompt as text, was expected, not "
                 f"{type(row).__name__}"
             )
-        return _parse_record(_plain(row), needs_answer)
+        return _parse_record(_plain(row), needs_answer, fields)
     except Damaged as fault:
         raise UserError(f"{which}: {fault}") from fault
 
 
 def _jsonl_rows(task: TaskConfig, given: Any) -> Sequence[Row]:
-    problems = read_problems(task.name, "task.name", bool(comparing_reward(task)))
+    problems = read_problems(task.name, "task.name", bool(comparing_reward(task)), task.fields)
     return shuffled(problems, task.seed)
+
+
+def _dataset_rows(task: TaskConfig, given: Any) -> Sequence[Row]:
+    return shuffled(_of_split(task, task.name, task.subset, task.split), task.seed)
+
+
+def _of_split(task: TaskConfig, name: str, subset: str, split: str) -> list[Row]:
+    where = f"{name} {split}"
+    loads = (
+        (f"{where} row {index}", partial(_plain, row))
+        for index, row in enumerate(load_rows(name, subset, split))
+    )
+    return _read(loads, where, bool(comparing_reward(task)), task.fields)
+
+
+def held_out_rows(task: TaskConfig, given: Any, size: int) -> tuple[list[Row], str]:
+    """Read held-out problems that have a place of their own.
+
+    Args:
+        task: `names_held_out`.
+        given: those that were given in Python, or None.
+        size: so many are read of what does not say how long it is.
+
+    Returns:
+        The problems, shuffled, and the key that names them.
+
+    Raises:
+        UserError: as where problems are trained on.
+    """
+    key = "task.eval_path" if task.eval_path else "task.eval_split"
+    if given is not None:
+        rows = given if length(given) is not None else list(islice(given, size))
+        problems = _python_problems(task, rows, "eval_dataset")
+    elif task.kind == "dataset":
+        place = (task.eval_path, "") if task.eval_path else (task.name, task.subset)
+        problems = _of_split(task, *place, task.eval_split or "train")
+    else:
+        needed = bool(comparing_reward(task))
+        problems = read_problems(task.eval_path, key, needed, task.fields)
+    return shuffled(problems, task.seed), key
 
 
 def _environment_rows(task: TaskConfig, given: Any) -> Iterator[Row]:
@@ -134,7 +184,6 @@ def _environment_rows(task: TaskConfig, given: Any) -> Iterator[Row]:
 
 
 def _python_rows(task: TaskConfig, given: Any) -> Iterable[Row]:
-    check_dataset(task, given)
     size = length(given)
     if size is None and not task.train_size:
         raise UserError(
@@ -142,23 +191,29 @@ def _python_rows(task: TaskConfig, given: Any) -> Iterable[Row]:
             "many to train on"
         )
     if size is None:
-        return (_python_row(task, row, index) for index, row in enumerate(given))
+        return (_python_row(task, row, f"dataset row {i}") for i, row in enumerate(given))
+    return shuffled(_python_problems(task, given, "dataset"), task.seed)
+
+
+def _python_problems(task: TaskConfig, given: Any, argument: str) -> list[Row]:
     problems, faults = [], []
-    for index in range(size):
+    named = NamedColumns(task.fields, argument)
+    for index in range(length(given) or 0):
+        row, where = given[index], f"{argument} row {index}"
+        named.see(row)
         try:
-            problems.append(_python_row(task, given[index], index))
+            problems.append(_python_row(task, row, where))
         except UserError as fault:
-            where = f"dataset row {index}"
             faults.append((where, str(fault).removeprefix(f"{where}: ")))
+    named.check()
     refuse(faults, "rows")
-    return shuffled(problems, task.seed)
+    return problems
 
 
-def _python_row(task: TaskConfig, row: Any, index: int) -> Row:
+def _python_row(task: TaskConfig, row: Any, source: str) -> Row:
     compared = comparing_reward(task)
-    source = f"dataset row {index}"
-    record = {"prompt": row} if isinstance(row, str) else row
-    problem = _foreign_row(record, source, needs_answer=False)
+    record = {task.fields.prompt or "prompt": row} if isinstance(row, str) else row
+    problem = _foreign_row(record, source, needs_answer=False, fields=task.fields)
     if compared and problem["answer"] is None:
         raise UserError(
             f"{source}: it has no answer, which the reward {compared} compares with; give one, "
@@ -198,7 +253,9 @@ class Damaged(Exception):
     """What is wrong with a row."""
 
 
-def read_problems(path: str, key: str, needs_answer: bool = True) -> list[Row]:
+def read_problems(
+    path: str, key: str, needs_answer: bool = True, fields: FieldsConfig = _USUAL
+) -> list[Row]:
     """Read every problem of the files that `path` names, in their order.
 
     Args:
@@ -206,6 +263,7 @@ def read_problems(path: str, key: str, needs_answer: bool = True) -> list[Row]:
             names. What a file is says its content.
         key: configuration key that the path stands under, for the message.
         needs_answer: whether a row without an answer is damaged.
+        fields: columns under other names.
 
     Returns:
         Dictionaries with question (text, or a `Conversation`), answer (None where there is none),
@@ -213,18 +271,37 @@ def read_problems(path: str, key: str, needs_answer: bool = True) -> list[Row]:
         "FILE:LINE" of JSON lines, and "FILE: row NUMBER", counted from 1, of others.
 
     Raises:
-        UserError: there is no such file, it cannot be read, or rows are damaged, as `refuse` says.
+        UserError: there is no such file, it cannot be read, no row has a column of `fields`, or
+            rows are damaged, as `refuse` says.
     """
-    faults: list[Fault] = []
-    problems: list[Row] = []
+    return _read(_rows_of_files(path, key), f"{key} = {path!r}", needs_answer, fields)
+
+
+def _rows_of_files(path: str, key: str) -> Iterator[tuple[str, _Load]]:
     for file in named_files(path, key):
         with readable(file, key):
-            for source, load in records(file, key):
-                try:
-                    problem = parse_problem(load(), needs_answer)
-                    problems.append({**problem, "source": source})
-                except Damaged as fault:
-                    faults.append((source, str(fault)))
+            yield from records(file, key)
+
+
+def _read(
+    loads: Iterable[tuple[str, _Load]], of: str, needs_answer: bool, fields: FieldsConfig
+) -> list[Row]:
+    """The problems of rows that are read one by one; `of`: what they are, for the message.
+
+    Raises:
+        UserError: no row has a column of `fields`, or rows are damaged, as `refuse` says.
+    """
+    named, faults = NamedColumns(fields, of), []
+    problems: list[Row] = []
+    for source, load in loads:
+        try:
+            record = load()
+            named.see(record)
+            problem = parse_problem(record, needs_answer, fields)
+            problems.append({**problem, "source": source})
+        except Damaged as fault:
+            faults.append((source, str(fault)))
+    named.check()
     refuse(faults, "rows")
     return problems
 
@@ -354,22 +431,27 @@ def decoded(text: bytes, first: bool) -> str:
         ) from fault
 
 
-def parse_problem(record: Any, needs_answer: bool = True) -> dict[str, Any]:
+def parse_problem(
+    record: Any, needs_answer: bool = True, fields: FieldsConfig = _USUAL
+) -> dict[str, Any]:
     """Parse the problem of a row.
 
     Args:
         record: what JSON or Parquet had.
         needs_answer: whether it has to have an answer.
+        fields: columns under other names.
 
     Raises:
         Damaged: anything that is no problem.
     """
     if not isinstance(record, dict):
         raise Damaged(f"an object with prompt and answer was expected, not {kind_of(record)}")
-    return _parse_record(record, needs_answer)
+    return _parse_record(record, needs_answer, fields)
 
 
-def _parse_record(record: Mapping[str, Any], needs_answer: bool) -> dict[str, Any]:
+def _parse_record(
+    record: Mapping[str, Any], needs_answer: bool, fields: FieldsConfig
+) -> dict[str, Any]:
     """Parse a problem from a record of plain values.
 
     Without `needs_answer` it may have no answer.
@@ -380,16 +462,20 @@ def _parse_record(record: Mapping[str, Any], needs_answer: bool) -> dict[str, An
     metadata = {} if (given := record.get("metadata")) is None else given
     if not isinstance(metadata, dict):
         raise Damaged(f"metadata must be an object, not {kind_of(metadata)}")
-    stated = _stated_answer(record, needs_answer)
-    asked, question, said = _question(record, answered=stated is not None)
+    stated = _stated_answer(record, needs_answer, fields.answer)
+    asked, question, said = _question(
+        record, answered=stated is not None or bool(fields.answer), named=fields.prompt
+    )
     stated = stated or said
     if stated is None and needs_answer:
-        raise Damaged(f"it has no answer (keys: {_keys(record)})")
-    others = {
-        key: value
-        for key, value in record.items()
-        if key not in (*_PROMPT_KEYS, asked, "answer", "metadata")
-    }
+        raise Damaged(
+            f"it has no {fields.answer or 'answer'} (keys: {_keys(record)}); task.fields.answer "
+            "names the column"
+        )
+    read = {asked, "metadata"}
+    read |= set() if fields.prompt else set(_PROMPT_KEYS)
+    read |= set() if fields.answer else {"answer"}
+    others = {key: value for key, value in record.items() if key not in read}
     if both := sorted(metadata.keys() & others.keys()):
         raise Damaged(f"{both[0]!r} stands both in metadata and beside it")
     answer = None if stated is None else _answer(*stated)
@@ -408,6 +494,7 @@ def named_files(path: str, key: str) -> list[Path]:
         return [Path(name) for name in found]
     raise UserError(
         f"{key} = {path!r}: there is no such file; give the path of a file or a pattern of several"
+        f"{named_elsewhere(path)}"
     )
 
 
@@ -455,16 +542,12 @@ def _float(text: str) -> float:
     return value
 
 
-def _question(record: Mapping[str, Any], answered: bool) -> tuple[str, str, tuple[str, str] | None]:
+def _question(
+    record: Mapping[str, Any], answered: bool, named: str
+) -> tuple[str, str, tuple[str, str] | None]:
     """(key, the prompt); and, of messages that end with the assistant's where the row is not
-    answered, (where it stands, what it says)."""
-    given = [key for key in _PROMPT_KEYS if record.get(key) is not None]
-    if not given and record.get(_PROMPT_KEY_ALONE) is not None:
-        given = [_PROMPT_KEY_ALONE]
-    if len(given) != 1:
-        has = " and ".join(given) or f"none; keys: {_keys(record)}"
-        raise Damaged(f"give one of prompt, question, problem and messages (it has {has})")
-    key, value = given[0], record[given[0]]
+    answered, (where it stands, what it says). `named`: the column, where task.fields names it."""
+    key, value = _asked(record, named)
     # A list under "prompt" is what some data sets call their messages.
     if key == "messages" or isinstance(value, list):
         if unread := [column for column in _UNREAD if record.get(column)]:
@@ -475,7 +558,7 @@ def _question(record: Mapping[str, Any], answered: bool) -> tuple[str, str, tupl
         try:
             if isinstance(value, list) and value and isinstance(value[0], str):
                 raise MessageFault("is a list of texts; write an object for each row, not columns")
-            if key == "messages" and isinstance(value, list) and len(value) > 1:
+            if key in ("messages", named) and isinstance(value, list) and len(value) > 1:
                 *before, last = read_messages(value, last=("user", "tool", "assistant"))
                 if last["role"] == "assistant":
                     if answered:  # the way to the answer
@@ -496,11 +579,35 @@ def _question(record: Mapping[str, Any], answered: bool) -> tuple[str, str, tupl
     return key, value, None
 
 
-def _stated_answer(record: Mapping[str, Any], needed: bool) -> tuple[str, Any] | None:
+def _asked(record: Mapping[str, Any], named: str) -> tuple[str, Any]:
+    """(column, what stands there)."""
+    if named:
+        if (value := value_at(record, named)) is None:
+            raise Damaged(
+                f"it has no {named} (keys: {_keys(record)}), which task.fields.prompt names"
+            )
+        return named, value
+    given = [key for key in _PROMPT_KEYS if record.get(key) is not None]
+    if not given and record.get(_PROMPT_KEY_ALONE) is not None:
+        given = [_PROMPT_KEY_ALONE]
+    if len(given) != 1:
+        has = " and ".join(given) or f"none; keys: {_keys(record)}"
+        raise Damaged(
+            f"give one of prompt, question, problem and messages (it has {has}); "
+            "task.fields.prompt names another column"
+        )
+    return given[0], record[given[0]]
+
+
+def _stated_answer(record: Mapping[str, Any], needed: bool, named: str) -> tuple[str, Any] | None:
     """(where it stands, the answer), which several columns may state alike.
 
     Where none is needed, columns of other things than text and numbers are the reward's business.
+    `named`: the column, where task.fields names it.
     """
+    if named:
+        value = value_at(record, named)
+        return None if value is None else (named, value)
     model = record.get("reward_model")
     truth = model.get("ground_truth") if isinstance(model, dict) else None
     columns = {**record, "reward_model.ground_truth": truth}
@@ -515,7 +622,10 @@ def _stated_answer(record: Mapping[str, Any], needed: bool) -> tuple[str, Any] |
     if given:
         (first, value), *others = given.items()
         if differing := [key for key, other in others if str(other) != str(value)]:
-            raise Damaged(f"{first} and {differing[0]} differ; keep the one that is the answer")
+            raise Damaged(
+                f"{first} and {differing[0]} differ; name the one that is the answer in "
+                "task.fields.answer"
+            )
         return first, value
     completion = record.get("completion")
     if isinstance(completion, list):
@@ -559,6 +669,7 @@ LOADERS: dict[str, Callable[[TaskConfig, Any], Iterable[Row]]] = {
     "reasoning_gym": _reasoning_gym_rows,
     "module": _module_rows,
     "jsonl": _jsonl_rows,
+    "dataset": _dataset_rows,
     "environment": _environment_rows,
     "python": _python_rows,
 }

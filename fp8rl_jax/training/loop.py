@@ -416,9 +416,10 @@ class Loop:
         }
         metrics["rollout/dropped"] = float(self.setup.dropped)
         if self.samples is not None:
-            self.samples.write(
-                {"step": step, **row} for row in found.shown(self.config.tracking.samples)
-            )
+            rows = list(found.shown(self.config.tracking.samples))
+            self.samples.write({"step": step, **row} for row in rows)
+            if "eval/accuracy" in before:
+                self.tracker.show(step, rows)
         healthy = not self.watch.skipping
         try:
             metrics |= self.watch.see(step, metrics, found.scores)

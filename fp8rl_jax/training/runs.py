@@ -80,6 +80,7 @@ def train(
     *,
     reward: PythonReward | None = None,
     dataset: Sequence[Any] | Iterable[Any] | None = None,
+    eval_dataset: Sequence[Any] | Iterable[Any] | None = None,
     environment: type | None = None,
     callbacks: Sequence[Callback] = (),
     **settings: Any,
@@ -96,7 +97,9 @@ def train(
             `def reward(completion, answer, **_)` returns a number; fp8rl_jax/tasks/rewards.py has
             both forms.
         dataset: problems in place of those that task names: dictionaries with "prompt" and
-            "answer", or prompts alone.
+            "answer", or prompts alone; a list, or a `datasets.Dataset`.
+        eval_dataset: held-out problems, likewise; without them some of `dataset` are held out
+            (task.eval_size).
         environment: class in place of the one that task names, for episodes of several turns.
         callbacks: each is called as f(step, metrics) with every row of metrics.jsonl, in the
             process that writes it. One that returns True ends the run behind that step, with a
@@ -107,7 +110,13 @@ def train(
         UserError: naming the key, file or tensor; or the run directory holds a run already.
     """
     config = _settled(config, settings)
-    setup = build(config, reward=reward, dataset=dataset, environment=environment)
+    setup = build(
+        config,
+        reward=reward,
+        dataset=dataset,
+        environment=environment,
+        eval_dataset=eval_dataset,
+    )
     train_setup(setup, callbacks=callbacks)
     return Run(setup.directory)
 
@@ -117,6 +126,7 @@ def evaluate(
     *,
     reward: PythonReward | None = None,
     dataset: Sequence[Any] | Iterable[Any] | None = None,
+    eval_dataset: Sequence[Any] | Iterable[Any] | None = None,
     environment: type | None = None,
     **settings: Any,
 ) -> dict[str, float]:
@@ -129,7 +139,14 @@ def evaluate(
         UserError: as `train`; or nothing is held out.
     """
     config = _settled(config, settings, trained=True)
-    setup = build(config, sampled=False, reward=reward, dataset=dataset, environment=environment)
+    setup = build(
+        config,
+        sampled=False,
+        reward=reward,
+        dataset=dataset,
+        environment=environment,
+        eval_dataset=eval_dataset,
+    )
     if not len(setup.held_out):
         raise UserError("task.eval_size = 0 holds out no problem to evaluate on; raise it")
     if isinstance(setup.held_out, Text):

@@ -24,7 +24,7 @@ from fp8rl_jax.parallel import initialize, leave_on_failure, make_mesh
 from fp8rl_jax.precision import check_recipe, quantized_layers
 from fp8rl_jax.rl import check_functions
 from fp8rl_jax.rollout.engine import RolloutEngine
-from fp8rl_jax.tasks.dataset import Dataset, Example, load_splits
+from fp8rl_jax.tasks.dataset import Dataset, Example, columns_of, load_splits
 from fp8rl_jax.tasks.python_objects import (
     PythonReward,
     check_dataset,
@@ -87,6 +87,7 @@ def build(
     reward: PythonReward | None = None,
     dataset: Sequence[Any] | Iterable[Any] | None = None,
     environment: type | None = None,
+    eval_dataset: Sequence[Any] | Iterable[Any] | None = None,
 ) -> Setup:
     """Load everything that a run needs.
 
@@ -101,6 +102,7 @@ def build(
             (fp8rl_jax/tasks/rewards.py).
         dataset: problems, in place of those that task names, as `load_splits` takes them.
         environment: class, in place of the one that task names (fp8rl_jax/tasks/environment.py).
+        eval_dataset: held-out problems, as `dataset`; none of them is trained on.
 
     Returns:
         The parts of the run. Its `config` names what was given in Python; where there are several
@@ -110,10 +112,10 @@ def build(
         UserError: naming the key, file or tensor; one line for each fault of a configuration that
             the command line would refuse.
     """
-    task, objects = name_objects(config.task, reward, dataset, environment)
+    task, objects = name_objects(config.task, reward, dataset, environment, eval_dataset)
     config = replace(config, task=task)
     validate(config)
-    check_dataset(task, dataset)
+    check_dataset(task, dataset, eval_dataset)
     check_objects(task, objects)
     pack(objects)  # for its refusals
     config = _with_kept_exact(config)
@@ -126,7 +128,7 @@ def build(
         config.samples_truncated()  # for its refusals
     initialize(config.mesh)
     with leave_on_failure():
-        return _built(config, recipe, sampled, engine, reward, dataset, environment)
+        return _built(config, recipe, sampled, engine, reward, dataset, environment, eval_dataset)
 
 
 def _built(
@@ -137,6 +139,7 @@ def _built(
     reward: PythonReward | None,
     dataset: Sequence[Any] | Iterable[Any] | None,
     environment: type | None,
+    eval_dataset: Sequence[Any] | Iterable[Any] | None,
 ) -> Setup:
     """The parts of a run whose processes are joined."""
     r = config.rollout
@@ -160,7 +163,7 @@ def _built(
             f"{policy.config.max_position_embeddings} positions"
         )
     session = Session(policy, tokenizer, config=config, engine=engine)
-    train, held_out = load_splits(config.task, dataset, environment)
+    train, held_out = load_splits(config.task, dataset, environment, eval_dataset)
     train, dropped = _fitting(train, session.encoder, "training")
     held_out, held_out_dropped = _fitting(held_out, session.encoder, "held-out")
     return Setup(
@@ -192,7 +195,14 @@ def reward_pool(setup: Setup) -> RewardPool:
 
     What they print goes to `reward_log`.
     """
-    return RewardPool(setup.config.task, reward_log(setup), setup.reward, setup.environment)
+    is_text = isinstance(setup.train, Text)
+    return RewardPool(
+        setup.config.task,
+        reward_log(setup),
+        setup.reward,
+        setup.environment,
+        () if is_text else columns_of(setup.problems),
+    )
 
 
 def announce(setup: Setup, report: Callable[[str], None], step: str = "") -> None:
@@ -216,7 +226,7 @@ def announce(setup: Setup, report: Callable[[str], None], step: str = "") -> Non
         task, remedy = setup.config.task, "give more problems"
         if task.train_size:
             remedy = f"raise task.train_size = {task.train_size}"
-        elif len(setup.held_out) and not task.eval_path:
+        elif len(setup.held_out) and not task.names_held_out:
             remedy += f", or hold out fewer than {len(setup.held_out)} (task.eval_size)"
         _log.warning(
             "%d problems to train on are fewer than the %d that a step takes (%s), so it meets "

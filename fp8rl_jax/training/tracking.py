@@ -17,11 +17,13 @@ import math
 import os
 import secrets
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from fp8rl_jax.config.training import TrackingConfig
 from fp8rl_jax.durable import write_durably
@@ -30,6 +32,11 @@ from fp8rl_jax.training.console import COLUMNS, console_tracker
 from fp8rl_jax.training.live import SHOWN, Live, notebook
 
 _log = logging.getLogger("fp8rl")
+
+
+_SHOWN_ROWS, _SHOWN_CHARACTERS = 32, 2000
+"""Samples that a view shows of a step, and characters of each text."""
+SAMPLE_COLUMNS = ("prompt", "completion", "answer", "reward")
 
 
 class Tracker(Protocol):
@@ -43,6 +50,13 @@ class Tracker(Protocol):
 
 Callback = Callable[[int, Mapping[str, float]], bool | None]
 """Called as f(step, metrics) with each row of metrics.jsonl; True ends the run behind this step."""
+
+
+@runtime_checkable
+class ShowsSamples(Protocol):
+    """A tracker that takes samples, too: rows of SAMPLE_COLUMNS, few and short."""
+
+    def show(self, step: int, rows: Sequence[Sequence[str | float]]) -> None: ...
 
 
 class JsonLines:
@@ -128,6 +142,11 @@ class View:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._attempt(lambda: self._tracker.log(step, metrics))
 
+    def show(self, step: int, rows: Sequence[Sequence[str | float]]) -> None:
+        tracker = self._tracker
+        if isinstance(tracker, ShowsSamples):
+            self._attempt(lambda: tracker.show(step, rows))
+
     def close(self) -> None:
         self._attempt(self._tracker.close)
 
@@ -173,6 +192,21 @@ class Trackers:
             tracker.log(step, metrics)
         for callback in self._callbacks:
             self.is_ended |= callback(step, metrics) is True
+
+    def show(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Show some samples of a step in the views that can: at most 32, texts cut to 2,000
+        characters.
+
+        Args:
+            samples: rows as samples.jsonl has them.
+        """
+        rows = [
+            [_cut(sample[column]) for column in SAMPLE_COLUMNS]
+            for sample in islice(samples, _SHOWN_ROWS)
+        ]
+        for tracker in self._trackers if rows else ():
+            if isinstance(tracker, ShowsSamples):
+                tracker.show(step, rows)
 
     def sync(self) -> None:
         """Flush the record to the disk."""
@@ -288,6 +322,13 @@ def as_json(value: Any) -> Any:
     return number if math.isfinite(number) else None
 
 
+def _cut(value: Any) -> str | float:
+    """A number, or text of a length that a page can show."""
+    if isinstance(value, str) and len(value) > _SHOWN_CHARACTERS:
+        return f"{value[:_SHOWN_CHARACTERS]} ... ({len(value):,} characters)"
+    return str(value) if isinstance(value, str) else float(value)
+
+
 class TensorBoardTracker:
     """Event files; on resume the later steps of earlier files are marked as superseded."""
 
@@ -300,6 +341,17 @@ class TensorBoardTracker:
             self._writer.add_scalar(name, float(value), step)
         self._writer.flush()
 
+    def show(self, step: int, rows: Sequence[Sequence[str | float]]) -> None:
+        # indented, so that no character of a text is taken for markup
+        text = "\n\n---\n\n".join(
+            "\n\n".join(
+                f"{column}:\n\n{textwrap.indent(str(value), '    ', lambda line: True)}"
+                for column, value in zip(SAMPLE_COLUMNS, row, strict=True)
+            )
+            for row in rows
+        )
+        self._writer.add_text("samples", text, step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -311,7 +363,7 @@ class WandbTracker:
     def __init__(
         self, directory: Path, config: TrackingConfig, settings: Mapping[str, Any]
     ) -> None:
-        wandb = _import("wandb", "tracking.wandb")
+        self._wandb = wandb = _import("wandb", "tracking.wandb")
         id_file = directory / "wandb_id"
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
@@ -334,6 +386,10 @@ class WandbTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         self._run.log(finite, step=step)
+
+    def show(self, step: int, rows: Sequence[Sequence[str | float]]) -> None:
+        table = self._wandb.Table(columns=list(SAMPLE_COLUMNS), data=[list(row) for row in rows])
+        self._run.log({"samples": table}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 BLOCK = 128
@@ -43,9 +43,9 @@ class Unit:
 
 FP8, HALF = Unit(32, 13, 13), Unit(16, 25, 23)
 _UNITS = {
-    np.dtype(ml_dtypes.float8_e4m3fn): (FP8, -6),
-    np.dtype(ml_dtypes.float8_e5m2): (FP8, -14),
-    np.dtype(ml_dtypes.bfloat16): (HALF, -126),
+    np.dtype(jnp.float8_e4m3fn): (FP8, -6),
+    np.dtype(jnp.float8_e5m2): (FP8, -14),
+    np.dtype(jnp.bfloat16): (HALF, -126),
     np.dtype(np.float16): (HALF, -14),
 }
 """By dtype of the operands, with the exponent of their smallest normal number."""
@@ -142,10 +142,10 @@ def errors(k: int, rows: int = 64) -> list[dict[str, Any]]:
     found = []
     for name, draw in DATA.items():
         drawn = [draw(np.random.RandomState(i), (rows, k)) for i in (0, 1)]
-        for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16):
+        for dtype in (jnp.float8_e4m3fn, jnp.bfloat16):
             a, b = (
                 (x * 448 / np.abs(x).max(1, keepdims=True)).astype(dtype)
-                if dtype == ml_dtypes.float8_e4m3fn
+                if dtype == jnp.float8_e4m3fn
                 else x.astype(dtype)
                 for x in drawn
             )

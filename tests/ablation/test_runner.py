@@ -126,7 +126,7 @@ def test_one_seed_judged_with_a_reward_of_python_s(study, capsys, monkeypatch):
         metric={"name": "judged/accuracy", "margin": 0.1},
     )
     dataset = [{"prompt": f"{i:03}=", "answer": str(i)} for i in range(80)]
-    given = {"reward": even, "dataset": dataset}
+    given = {"reward": even, "dataset": dataset, "eval_dataset": dataset[:16]}
     monkeypatch.setattr(runner, "fingerprint", behaves())
     design = read_design(path, **given)
     timed = runner.Runner(dataclasses.replace(design, arms=design.arms[:1])).timed(2)
@@ -150,7 +150,7 @@ def test_one_seed_judged_with_a_reward_of_python_s(study, capsys, monkeypatch):
         in (comparison["sentence"])
     )
     with pytest.raises(UserError, match="<python>:even has changed since its runs began"):
-        ablate(path, reward=another_even, dataset=dataset)
+        ablate(path, **given | {"reward": another_even})
 
 
 def another_even(completion, **_):
@@ -161,8 +161,14 @@ another_even.__name__ = "even"
 
 
 def test_what_is_given_in_python_has_to_be_a_list(study):
-    with pytest.raises(UserError, match="dataset is a generator; give a list"):
-        read_design(study(), dataset=(str(i) for i in range(3)))
+    for name in ("dataset", "eval_dataset"):
+        with pytest.raises(UserError, match=f" {name} is a generator; give a list"):
+            read_design(study(), **{name: (str(i) for i in range(3))})
+    rows = [{"prompt": str(i), "answer": i} for i in range(9)]
+    path = study(settings={"task": {"args": {}}})
+    design = read_design(path, dataset=rows[2:], eval_dataset=rows[:2])
+    assert design.objects == {"dataset": rows[2:], "eval_dataset": rows[:2]}
+    assert design.base.task.eval_path == "<python>:list of 2"
 
 
 def test_a_judge_s_metric_comes_from_its_file(study, fake):

@@ -78,10 +78,6 @@ def slow(completion, **_):
     return 1.0
 
 
-def two_arguments(prompt, completion):
-    return 1.0
-
-
 def rows(count=8, **extra):
     return [{"prompt": f"Say {i}", "answer": i, "level": i % 2, **extra} for i in range(count)]
 

@@ -9,7 +9,7 @@ import pytest
 
 from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.tasks.dataset import Example
+from fp8rl_jax.tasks.dataset import Example, columns_of
 from fp8rl_jax.tasks.rewards import build_scorer
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 
@@ -103,6 +103,17 @@ def test_a_batch_has_the_time_of_all_its_samples(pool):
             1,
             1,
         ]
+
+
+def test_workers_know_the_columns_of_the_problems():
+    def reward(completions, level):
+        return [float(value) for value in level]
+
+    problems = [example(), example("2")]
+    with RewardPool(task_of(""), reward=reward, columns=columns_of(problems)) as pool:
+        assert pool.score(problems, ["a", "b"]).rewards.tolist() == [3.0, 3.0]
+    with pytest.raises(UserError, match="none has 'level': there are none"):
+        RewardPool(task_of(""), reward=reward).wait_until_ready()
 
 
 def test_both_forms_in_one_sum():

@@ -383,6 +383,31 @@ def test_rows_are_split_like_a_file(tmp_path):
     assert load_splits(replace(given, seed=1), rows())[0].fingerprint != expected[0].fingerprint
 
 
+def test_held_out_problems_are_an_argument_of_their_own(tmp_path):
+    apart = rows()[15:] + [{"prompt": "Say 99", "answer": 99}]
+    task, _ = name_objects(TaskConfig(), dataset=rows(), eval_dataset=apart)
+    assert (task.kind, task.eval_path) == ("python", "<python>:list of 6")
+    train, held_out = load_splits(TaskConfig(), rows(), eval_rows=apart)
+    assert sorted(int(e.answer) for e in train) == list(range(15))
+    assert sorted(int(e.answer) for e in held_out) == [*range(15, 20), 99]
+    assert load_splits(task, rows(), eval_rows=iter(apart))[1].fingerprint == held_out.fingerprint
+    (tmp_path / "a.jsonl").write_text(
+        '{"prompt": "Say 15", "answer": 15}\n{"prompt": "b", "answer": 1}'
+    )
+    from_file = TaskConfig(kind="jsonl", name=str(tmp_path / "a.jsonl"))
+    assert [e.prompt for e in load_splits(from_file, eval_rows=apart)[0]] == ["b"]
+    with pytest.raises(UserError, match="'<python>:list of 6'.*give eval_dataset= again"):
+        load_splits(task, rows())
+    with pytest.raises(UserError, match="eval_dataset row 1: a dictionary with a prompt"):
+        load_splits(TaskConfig(), rows(), eval_rows=[*apart[:1], 7])
+    with pytest.raises(UserError, match="eval_dataset is a dict; give one of its values"):
+        load_splits(TaskConfig(), rows(), eval_rows={"test": apart})
+    with pytest.raises(UserError, match="eval_dataset and task.eval_path .*'held.jsonl' are both"):
+        load_splits(TaskConfig(kind="jsonl", eval_path="held.jsonl"), rows(), eval_rows=apart)
+    with pytest.raises(UserError, match='those of task.kind = "reasoning_gym" are none'):
+        load_splits(TaskConfig(), eval_rows=apart)
+
+
 def test_prompts_without_an_answer_need_a_reward_that_does_not_compare():
     def score(completion, **_):
         return 1.0
@@ -416,7 +441,7 @@ def test_a_stream_is_read_as_far_as_it_is_needed():
     [
         (
             [*rows(3), {"answer": 1}],
-            r"^dataset row 3: give one of prompt, question, problem and messages \(it has none; keys: answer\)$",
+            r"^dataset row 3: give one of prompt, question, problem and messages \(it has none; keys: answer\); task.fields.prompt names another column$",
         ),
         (
             [*rows(3), 7],
@@ -451,7 +476,10 @@ def test_rows_that_are_damaged_alike_are_one_line():
     with pytest.raises(UserError) as raised:
         load_splits(TaskConfig(), [{"ask": 1}] * 25 + [7])
     one, other = str(raised.value).splitlines()
-    assert "keys: ask); 24 more rows alike: dataset row 1, dataset row 2" in one
+    assert (
+        "keys: ask); task.fields.prompt names another column; 24 more rows alike: dataset row 1,"
+        in one
+    )
     assert other.startswith("dataset row 25: a dictionary with a prompt")
     with pytest.raises(
         UserError, match=r"does not fit the problem of dataset row \d \(KeyError: 'x'\)"

@@ -8,7 +8,8 @@ import pytest
 from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.functions import load_function
-from fp8rl_jax.tasks.rewards import build_scorer, extract_answer, to_score
+from fp8rl_jax.tasks.python_objects import name_objects
+from fp8rl_jax.tasks.rewards import ComponentFault, build_scorer, extract_answer, to_score
 
 REWARDS = Path(__file__).with_name("reward_examples.py")
 
@@ -67,13 +68,56 @@ def test_an_import_that_fails_names_the_line(tmp_path):
         load_function(f"{tmp_path}/broken.py:f", "key")
 
 
+def scorer_of(function, columns=()):
+    task, objects = name_objects(TaskConfig(kind="module", name="m:f"), function)
+    return build_scorer(task, objects, columns)
+
+
+ENTRY = {"question": "Say 1", "answer": "1", "metadata": {"level": 3, "subject": None}}
+
+
 def test_a_reward_that_cannot_be_called_as_one_is_refused():
-    with pytest.raises(UserError, match="prompt=, completion=, answer=, metadata="):
-        build_scorer(
-            TaskConfig(
-                kind="module", name="m:f", reward=RewardConfig(function=f"{REWARDS}:two_arguments")
-            )
-        )
+    def positional(prompt, completion, /):
+        return 1.0
+
+    with pytest.raises(UserError, match="prompt=, completion=, answer=, metadata= by name"):
+        scorer_of(positional)
+
+
+def test_a_reward_names_what_it_uses_and_columns_among_it():
+    """As TRL calls rewards: by the names of parameters, those of columns among them."""
+    assert scorer_of(lambda completion: len(completion))("p", "ab", "1", ENTRY) == [2.0]
+    columns = ("question", "answer", "level", "subject")
+
+    def one(completion, level, subject, question, grade=7, other="none", **rest):
+        assert set(rest) == {"prompt", "answer", "metadata"} and other == "none"
+        return len(completion) + level * 10 + (subject is None) * 100 + grade * 1000
+
+    assert scorer_of(one, columns)("p", "ab", "1", ENTRY) == [7132.0]
+
+    def many(completions, level, answer, subject=("nobody",), **rest):
+        assert set(rest) == {"prompts", "answers", "metadata"} and answer == rest["answers"]
+        return [x * len(subject) for x in level]
+
+    scores = scorer_of(many, columns).batch([("p", "a", "1", ENTRY), ("p", "b", "2", ENTRY)])
+    assert [score() for score in scores] == [[3.0], [3.0]]
+    some = {**ENTRY, "metadata": {"subject": "sums"}}
+    scores = scorer_of(many, columns).batch([("p", "a", "1", ENTRY), ("p", "b", "2", some)])
+    with pytest.raises(ComponentFault, match="NoneType"):
+        scores[0]()
+
+
+def test_a_parameter_that_no_problem_has_a_column_for_is_one_line():
+    def levelled(completion, levle, grade=0):
+        return 1.0
+
+    with pytest.raises(UserError) as raised:
+        scorer_of(levelled, ("question", "answer", "level"))
+    assert str(raised.value) == (
+        "task.reward.function = '<python>:levelled' takes (completion, levle, grade=0), but is "
+        "called with prompt=, completion=, answer=, metadata= and columns of the problems, and "
+        "none has 'levle': did you mean level? there are question, answer, level"
+    )
 
 
 def test_without_a_function_the_answer_must_match_exactly():

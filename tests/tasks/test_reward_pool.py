@@ -249,7 +249,7 @@ def test_a_scorer_that_raises_on_text_costs_its_sample():
     ("task", "message"),
     [
         (TaskConfig(reward=RewardConfig("no_such_module:f")), "No module named 'no_such_module'"),
-        (TaskConfig(reward=RewardConfig(f"{REWARDS}:two_arguments")), "is called with"),
+        (TaskConfig(reward=RewardConfig(f"{REWARDS}:batch_two_arguments")), "is called with"),
         (TaskConfig(name="chain_sums"), "did you mean chain_sum?"),
         (TaskConfig(reward=RewardConfig(timeout=-1.0)), "task.reward.timeout"),
     ],

@@ -5,6 +5,7 @@ import gzip
 import json
 import math
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
+from fp8rl_jax.config.tasks import FieldsConfig, RewardConfig, TaskConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.tasks.columns import value_at
 from fp8rl_jax.tasks.conversation import Conversation, read_messages
 from fp8rl_jax.tasks.dataset import load_splits
 from fp8rl_jax.tasks.sources import Damaged, parse_problem, read_line, read_problems
@@ -312,6 +314,53 @@ def test_what_a_row_says_in_two_ways_or_in_none_is_named(row, fault):
         parse_line(json.dumps(row).encode())
 
 
+NAMED = {"fields": FieldsConfig(prompt="extra_info.question", answer="final_answer")}
+FOREIGN = [
+    {"extra_info": {"question": f"{i} + 1?"}, "final_answer": i + 1, "answer": "so", "level": i % 2}
+    for i in range(30)
+]
+
+
+def test_columns_under_other_names_are_named(tmp_path):
+    files = write(tmp_path / "a.jsonl", *FOREIGN), write(tmp_path / "held.jsonl", *FOREIGN[:4])
+    loaded = load_splits(task_of(files[0], eval_path=files[1], eval_size=4, **NAMED))
+    given = load_splits(TaskConfig(eval_size=4, **NAMED), FOREIGN)
+    for train, held_out in (loaded, given):
+        assert (len(train), len(held_out)) == (26, 4)
+        assert all(int(e.prompt[:-5]) + 1 == int(e.answer) for e in (*train, *held_out))
+        assert {"answer", "final_answer", "level", "extra_info"} == set(train[0].entry["metadata"])
+    messages = [{"prompt": "not this", "talk": [USER, SAID]}]
+    train, _ = load_splits(TaskConfig(eval_size=0, fields=FieldsConfig("talk")), messages)
+    assert train[0].answer == "It is 4." and train[0].entry["metadata"] == {"prompt": "not this"}
+    # a column of that very name goes before one of an object
+    assert value_at({"a.b": 1, "a": {"b": 2}}, "a.b") == 1
+
+
+@pytest.mark.parametrize("kind", ["files", "python", "module"])
+def test_a_column_that_no_row_has_is_one_line_with_those_that_there_are(tmp_path, kind):
+    fields = FieldsConfig(prompt="extra_info.questions", answer="answers.final")
+    task = task_of(write(tmp_path / "a.jsonl", *FOREIGN), fields=fields)
+    if kind == "module":
+        (tmp_path / "m.py").write_text(f"def f():\n    return {FOREIGN!r}\n")
+        task = replace(task, kind="module", name=f"{tmp_path}/m.py:f")
+    with pytest.raises(UserError) as raised:
+        load_splits(task, FOREIGN if kind == "python" else None)
+    prompt, answer = str(raised.value).splitlines()
+    there = "there are extra_info.question, final_answer, answer, level"
+    assert prompt.startswith("task.fields.prompt = 'extra_info.questions': ")
+    assert prompt.endswith(f"no such column; did you mean extra_info.question? {there}")
+    assert answer.startswith("task.fields.answer = 'answers.final': ") and answer.endswith(there)
+
+
+def test_a_row_without_a_named_column_is_named(tmp_path):
+    lacking = [row | {"final_answer": None} for row in FOREIGN[:3]]
+    path = write(tmp_path / "a.jsonl", *FOREIGN[3:], *lacking)
+    with pytest.raises(UserError, match=r"a.jsonl:28: it has no final_answer .*2 more rows alike"):
+        load_splits(task_of(path, **NAMED))
+    with pytest.raises(UserError, match='task.kind = "reasoning_gym" have no columns'):
+        load_splits(TaskConfig(**NAMED))
+
+
 def test_rows_as_the_sets_of_mathematics_have_them():
     math = {"problem": "2 + 2?", "solution": "So $\\boxed{4}$.", "level": 1, "subject": "sums"}
     for row, answer in ((math, math["solution"]), (math | {"answer": "4"}, "4")):
@@ -492,7 +541,7 @@ def test_what_is_wrong_with_many_lines_is_said_once(tmp_path):
     one, other = str(raised.value).splitlines()
     assert one.startswith(
         f"{path}:1: give one of prompt, question, problem and messages (it has none; keys: ask, "
-        f"answer); 39 more rows alike: {path}:2, {path}:3"
+        f"answer); task.fields.prompt names another column; 39 more rows alike: {path}:2, {path}:3"
     ) and one.endswith(" and 34 more")
     assert other.startswith(f"{path}:41: ")
 
@@ -510,7 +559,9 @@ def test_a_line_that_the_template_does_not_fit_is_named(tmp_path):
         ({"eval_path": "no/such/*.jsonl"}, "task.eval_path = .*there is no such file"),
         ({"name": "."}, "cannot be read"),
         ({"args": {"x": 1}}, "take no arguments"),
-        ({"kind": "module", "name": "m:f", "eval_path": "x"}, "belongs to task.kind"),
+        ({"kind": "environment", "name": "m:f", "eval_path": "x"}, "belongs to problems that are"),
+        ({"eval_split": "test"}, 'task.eval_split belong to task.kind = "dataset"'),
+        ({"eval_path": "<python>:list of 2"}, "give eval_dataset= again, or name their file"),
         ({"eval_path": "x", "eval_size": 0}, "is not read while task.eval_size = 0"),
     ],
 )

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -308,6 +309,70 @@ def test_tensorboard_gets_every_metric(tmp_path):
         for value in Event.FromString(record).summary.value:
             seen[value.tag] = value.simple_value
     assert seen == pytest.approx(METRICS)
+
+
+SAMPLES = [
+    {"prompt": f"*{i}* | 1\n\n# x", "completion": "é" * 3000, "answer": "", "reward": i / 2}
+    for i in range(40)
+]
+
+
+def shown(tracker):
+    tracker.show(0, [])
+    tracker.show(3, SAMPLES)
+    tracker.log(3, METRICS)
+    tracker.close()
+
+
+def test_tensorboard_shows_samples_as_text(tmp_path):
+    pytest.importorskip("tensorboardX", reason="needs the extra [trackers]")
+    from tensorboardX.proto.event_pb2 import Event
+
+    shown(make_tracker(tmp_path, TrackingConfig(tensorboard=True), total_steps=4))
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    events = [Event.FromString(record) for record in tf_records(file.read_bytes())]
+    texts = [
+        (event.step, value.tensor.string_val[0].decode())
+        for event in events
+        for value in event.summary.value
+        if value.tag.startswith("samples")
+    ]
+    ((step, text),) = texts
+    assert step == 3 and text.count("completion:\n\n    ééé") == 32 == text.count("---") + 1
+    assert "prompt:\n\n    *0* | 1\n    \n    # x\n\ncompletion:" in text
+    assert "é" * 2000 + " ... (3,000 characters)\n\nanswer:" in text and "é" * 2001 not in text
+    assert "reward:\n\n    15.5" in text
+
+
+class FakeWandb:
+    """What a run logs to Weights & Biases."""
+
+    class errors:
+        Error = ConnectionError
+
+    def __init__(self):
+        self.logged = []
+
+    def init(self, **_):
+        return SimpleNamespace(
+            log=lambda values, step: self.logged.append((step, values)), finish=lambda: None
+        )
+
+    def Table(self, columns, data):
+        return columns, data
+
+
+def test_wandb_shows_samples_as_a_table(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    shown(make_tracker(tmp_path, TrackingConfig(wandb=True), total_steps=4))
+    (step, values), (again, metrics) = fake.logged
+    columns, data = values["samples"]
+    assert step == again == 3 and metrics == METRICS
+    assert columns == ["prompt", "completion", "answer", "reward"] and len(data) == 32
+    prompt, completion, answer, reward = data[31]
+    assert (prompt, answer, reward) == ("*31* | 1\n\n# x", "", 15.5)
+    assert completion == "é" * 2000 + " ... (3,000 characters)"
 
 
 def tf_records(data):

@@ -215,18 +215,19 @@ def test_python_and_the_command_line_refuse_the_same_in_the_same_words(changes, 
 def test_a_run_with_a_reward_and_problems_of_a_notebook(tmp_path, capsys):
     wanted = {"e": 1.0}
 
-    def score(completions, answers, **_):
+    def score(completions, letter):
         return [
-            wanted["e"] * text.count(answer)
-            for text, answer in zip(completions, answers, strict=True)
+            wanted["e"] * text.count(each) for text, each in zip(completions, letter, strict=True)
         ]
 
-    rows = [{"prompt": f"{i}=", "answer": chr(97 + i % 26)} for i in range(72)]
+    letters = [chr(97 + i % 26) for i in range(72)]
+    rows = [{"prompt": f"{i}=", "answer": x, "letter": x} for i, x in enumerate(letters)]
+    given = {"dataset": rows, "eval_dataset": rows[:8]}
     config = load_config(
         RunConfig, [write_run(tmp_path), *SHORT, "--output", str(tmp_path / "run")], "fp8rl train"
     )
-    config = replace(config, task=TaskConfig(eval_size=8, reward=RewardConfig(num_workers=1)))
-    setup = build(config, reward=score, dataset=rows)
+    config = replace(config, task=TaskConfig(reward=RewardConfig(num_workers=1)))
+    setup = build(config, reward=score, **given)
     assert (len(setup.train), len(setup.held_out)) == (64, 8)
     run(setup)
     (row,) = metric_rows(tmp_path / "run")
@@ -245,9 +246,9 @@ def test_a_run_with_a_reward_and_problems_of_a_notebook(tmp_path, capsys):
         UserError,
         match="task.reward.function = '<python>:score' was given in Python; give reward= again",
     ):
-        build(load_config(RunConfig, [written], "fp8rl train"), dataset=rows)
+        build(load_config(RunConfig, [written], "fp8rl train"), **given)
     again = load_config(RunConfig, [written, "--resume", "--trainer.steps", "2"], "fp8rl train")
-    setup = build(again, reward=score, dataset=rows)
+    setup = build(again, reward=score, **given)
     run(setup)
     assert [row["step"] for row in metric_rows(tmp_path / "run")] == [0, 1]
 

@@ -144,9 +144,9 @@ class Engine(LocalEngine):
         )
 
 
-def stepped(loop: Loop, step: int) -> dict[str, float]:
+def stepped(loop: Loop, step: int, evaluated: dict[str, float] | None = None) -> dict[str, float]:
     """Makes a step, and gives what it measured."""
-    return loop._step(step, loop.collector.collect(step), {})
+    return loop._step(step, loop.collector.collect(step), evaluated or {})
 
 
 class Pool:
@@ -671,8 +671,10 @@ def test_a_step_learns_from_what_was_sampled(loop_of):
         engine.say = lambda problem, sample, call: (
             answers[problem] if sample == 1 else letters(problem, sample, call)
         )
+        viewed = []
+        loop.tracker.show = lambda step, rows: viewed.append((step, rows))
         metrics = stepped(loop, 0)
-        stepped(loop, 1)
+        stepped(loop, 1, {"eval/accuracy": 0.5})
     batch, asked = trainer.batches[0], engine.asked[0]
     examples = loop.setup.train.batch(0, 2, 0)
     texts = [engine.say(example.index, sample, 0) for example in examples for sample in range(3)]
@@ -721,6 +723,8 @@ def test_a_step_learns_from_what_was_sampled(loop_of):
         for line in (loop.setup.directory / "samples.jsonl").read_text().splitlines()
     ]
     assert {row["step"] for row in shown} == {0, 1} and shown[0]["completion"] == texts[0][:WIDTH]
+    ((step, rows),) = viewed  # at an evaluation
+    assert step == 1 and [{"step": 1, **row} for row in rows] == [r for r in shown if r["step"]]
 
 
 def test_every_setting_that_changes_the_distribution_is_looked_at(loop_of, monkeypatch):

@@ -88,6 +88,7 @@ class RewardPool:
             or a closure, too. It is copied as it is now, with the variables that it uses, and
             called as fp8rl_jax/tasks/rewards.py says.
         environment: class, in place of the one that `task` names; copied likewise.
+        columns: columns of the problems, which rewards may have parameters for (`columns_of`).
 
     Raises:
         UserError: a value of the configuration cannot work, or what was given in Python cannot be
@@ -100,6 +101,7 @@ class RewardPool:
         log: Path | None = None,
         reward: PythonReward | None = None,
         environment: type | None = None,
+        columns: Sequence[str] = (),
     ):
         task, objects = name_objects(task, reward, environment=environment)
         if faults := task.problems():
@@ -112,7 +114,7 @@ class RewardPool:
             )
         worker_environment(task.reward)
         self.task = task
-        self._dispatcher = Dispatcher(task, log, pack(objects))
+        self._dispatcher = Dispatcher(task, log, pack(objects), columns)
 
     def wait_until_ready(self) -> None:
         """Wait until every worker has imported the reward.
@@ -267,10 +269,17 @@ class Dispatcher:
         workers: those that are alive; a lost one is replaced.
     """
 
-    def __init__(self, task: TaskConfig, log: Path | None = None, objects: bytes = b""):
+    def __init__(
+        self,
+        task: TaskConfig,
+        log: Path | None = None,
+        objects: bytes = b"",
+        columns: Sequence[str] = (),
+    ):
         self.task = task
         # A file, because a socket holds too little: it would block this thread until the worker has
         # started.
+        self._columns = tuple(columns)
         self._objects = tempfile.TemporaryFile()
         self._objects.write(objects)
         self._objects.flush()
@@ -358,7 +367,9 @@ class Dispatcher:
             self._finish(job)
 
     def _start_worker(self) -> None:
-        worker = WorkerProcess(self.task, self._printed.writer, self._objects.fileno())
+        worker = WorkerProcess(
+            self.task, self._printed.writer, self._objects.fileno(), self._columns
+        )
         worker.deadline = worker.started + self._start_timeout
         self.workers.append(worker)
         self._selector.register(worker.socket, selectors.EVENT_READ, partial(self._read, worker))

@@ -14,8 +14,9 @@ reward can still kill its supervisor, which isolates faults, not malice. Elsewhe
 there is nothing of the kind; the worker then runs in this process.
 
 The worker reads batches of samples from a socket and answers one line a sample. It imports the
-standard library and the rewards, never JAX. Requests are pickles: first the task's configuration,
-then lists of samples, each the arguments of `build_scorer`'s function or of `build_player`'s.
+standard library and the rewards, never JAX. Requests are pickles: first the task's configuration
+and the columns of its problems, then lists of samples, each the arguments of `build_scorer`'s
+function or of `build_player`'s.
 Answers are lines of JSON (`answers`), because what comes out of a reward is not to be trusted with
 the trainer's unpickler: {"ready": true, "batches": false, "warning": ""} or {"failed": "why"}, then
 [result, null] or [null, "error"] for each sample in turn, where a result is what that function
@@ -259,14 +260,14 @@ def serve(
             text = json.dumps([None, error]).encode()
         channel.sendall(text + b"\n")
 
-    task = pickle.load(requests)
+    task, columns = pickle.load(requests)
     try:
         warning = begin()
         objects = _objects(objects_fd)
         if task.kind == "environment":
             batch, score = None, build_player(task, objects)
         else:
-            score = build_scorer(task, objects)
+            score = build_scorer(task, objects, columns)
             batch = score.batch if score.batch_rewards else None
     except UserError as fault:
         answer({"failed": str(fault)})

@@ -71,9 +71,10 @@ class WorkerProcess:
         task: its rewards are scored.
         output: file descriptor that takes what the worker prints, to standard output and error.
         objects: file descriptor of what was given in Python (`pickling.pack`).
+        columns: those of the problems.
     """
 
-    def __init__(self, task: TaskConfig, output: int, objects: int):
+    def __init__(self, task: TaskConfig, output: int, objects: int, columns: tuple[str, ...] = ()):
         self.started = time.monotonic()
         self.ready = False
         self.proven = False
@@ -105,7 +106,7 @@ class WorkerProcess:
                 start_new_session=True,
                 env={**worker_environment(reward), "PYTHONPATH": path},
             )
-        self.send(task, timeout=1.0)
+        self.send((task, columns), timeout=1.0)
 
     def send(self, message: Any, timeout: float) -> None:
         """Send a pickle.
