@@ -28,7 +28,7 @@ UNOPTIMIZED := --xla_backend_optimization_level=0 --xla_backend_extra_options=xl
 # what is used: with pip 26, which the first line of the install brings, a new .venv takes half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo ablation test slow night chaos vllm test-vllm vllm-in-process test-vllm-in-process peers hopper mutants toolchain lint browser docs clean
+.PHONY: help install demo ablation test slow night chaos vllm test-vllm vllm-in-process test-vllm-in-process peers hopper kept mutants toolchain lint browser docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -140,10 +140,17 @@ peers: install $(PEERS)/.installed ## fake quantization written independently in
 	  --output experiments/results/fake_quantization.json
 	@$(BIN)/python -m experiments.opened_exports --python $(abspath $(PEERS)/bin/python)
 
-# What has not changed keeps its verdict (pallas_kernels/check/verdicts.py)
-hopper: export FP8RL_ALL_KERNELS := $(ALL)
+# What has not changed is kept (pallas_kernels/check/verdicts.py, tests/kept.py)
+test slow hopper: export FP8RL_ALL_CHECKS := $(ALL)
 hopper: install ## the kernels and the GPU command, checked without a GPU: played, compiled to sm_90a, rehearsed; ALL=1: every kernel
 	$(call both,hopper)
+
+KEPT := tests/training/test_on_hopper.py tests/experiments/test_fingerprints.py
+
+kept: export FP8RL_KEEP := 1
+kept: install toolchain ## make anew what tests/kept.json and the kernels' verdicts have of code that has changed (some ten minutes)
+	@$(BIN)/python -m pallas_kernels.check.verdicts
+	@XLA_FLAGS="$(UNOPTIMIZED) $(ONE_THREAD) $${XLA_FLAGS:-}" $(PYTEST) $(KEPT)
 
 mutants: install ## make errors of wiring in copies of the tree, which tests must find; MUTANTS="loop sft" chooses
 	@$(BIN)/python tests/mutants.py -j $(WORKERS) $(MUTANTS)

@@ -58,8 +58,8 @@ def read_record(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: is no record ({error})") from None
 
 
-def stale(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Name what the present code does otherwise than the one that made the records, a line each.
+def stale(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Name what the present code does otherwise than the one that made each record, a line each.
 
     Args:
         records: by name; each has a fingerprint.
@@ -67,10 +67,12 @@ def stale(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
     designs = [read_design(ABLATIONS / f"{name}.toml") for name in records]
     taken = fingerprint(*designs) if designs else []
     return [
-        f"{name}: {line}; it is a record of other code: {record['command']}, and commit its "
-        "ablation.json"
+        [
+            f"{name}: {line}; it is a record of other code: {record['command']}, and commit its "
+            "ablation.json"
+            for line in differences(record["fingerprint"], now)
+        ]
         for (name, record), now in zip(records.items(), taken, strict=True)
-        for line in differences(record["fingerprint"], now)
     ]
 
 
@@ -131,7 +133,7 @@ def run(arguments: Arguments) -> None:
             x for x, of in records.items() if "fingerprint" in of
         }:
             raise UserError(f"--names: {', '.join(sorted(missing))}: no record with a fingerprint")
-        lines = stale(records)
+        lines = [line for each in stale(records) for line in each]
         agreed = f"{', '.join(records) or 'no record'}: made by code that behaves as this does"
     print("\n".join(lines) or agreed)
     if lines:

@@ -6,17 +6,21 @@ from __future__ import annotations
 import copy
 import json
 
+import kept
 import pytest
 
 from experiments import fingerprints
 from experiments.command import run_command
-from experiments.fingerprints import RECORDS, Arguments, run, stale, unlike
+from experiments.fingerprints import ABLATIONS, RECORDS, Arguments, run, stale, unlike
+from fp8rl_jax.ablation.design import read_design
+from fp8rl_jax.config.files import dump_toml
 
 OLDER = {
     "vllm",
     "vllm_addition",
 }
 """Records that were made before fingerprints. One that is made anew is taken out; none is added."""
+GOLDEN = ("fp8rl_jax.ablation.behaviour", "fp8rl_jax.ablation.golden")
 KEPT = {path.stem: json.loads(path.read_text()) for path in RECORDS.glob("*.json")}
 
 
@@ -29,7 +33,24 @@ def test_records_have_fingerprints():
 def test_the_code_behaves_as_that_of_the_records(monkeypatch):
     """Here a change of behaviour is seen: the record has to be made again, by its command."""
     monkeypatch.chdir(fingerprints.ROOT)
-    lines = stale({name: record for name, record in KEPT.items() if "fingerprint" in record})
+    records = {name: record for name, record in KEPT.items() if "fingerprint" in record}
+    designs = {name: read_design(ABLATIONS / f"{name}.toml") for name in records}
+    parts = {
+        name: "\0".join(
+            [
+                json.dumps(record["fingerprint"]),
+                *(dump_toml(arm.config) for arm in designs[name].arms),
+                dump_toml(designs[name].base),
+            ]
+        )
+        for name, record in records.items()
+    }
+
+    def make(names):
+        return dict(zip(names, stale({name: records[name] for name in names}), strict=True))
+
+    found = kept.found("golden runs", parts, GOLDEN, make)
+    lines = [line for lines in found.values() for line in lines]
     assert not lines, "\n".join(lines)
 
 

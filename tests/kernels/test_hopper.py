@@ -28,7 +28,7 @@ from pallas_kernels.check.cases import OPERATIONS
 from pallas_kernels.check.sources import ROOT
 from pallas_kernels.check.verdicts import chosen, due, known, run
 
-ALL = "FP8RL_ALL_KERNELS"
+ALL = "FP8RL_ALL_CHECKS"
 WHOLE_ROWS = {"memref<128x128xf32>", "memref<128x128xbf16>"}
 """Of grouped products: memory that Mosaic swizzles unasked, and that is written from a multiple of
 1,024 bytes on; right on an H200."""

@@ -20,9 +20,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import kept
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.extend.core import jaxprs_in_params
+from rollout import tiny
 from rollout.tiny import CONFIG, make_prompts
 
 from fp8rl_jax.config.recipe import RECIPES
@@ -58,6 +60,15 @@ SERVED = [
 TRAINED = [name for name, recipe in OURS.items() if recipe.trainer.weight.quantized]
 PROMPTS = make_prompts()
 ROWS, TOKENS = 12, 8
+PROGRAMS = (
+    "fp8rl_jax.rollout.engine",
+    "fp8rl_jax.rollout.sampler",
+    "fp8rl_jax.training.state",
+    "fp8rl_jax.training.step",
+    "pallas_kernels.check.compile",
+    "pallas_kernels.check.interpret",
+)
+"""What the programs of `printed` are made of."""
 
 
 @pytest.fixture(autouse=True)
@@ -188,7 +199,18 @@ def test_experts_are_grouped_products():
 
 
 def printed(module: str, *arguments: str) -> dict:
-    """What a program of this folder prints last; killed where it hangs."""
+    """What a program of this folder prints last; kept where nothing has changed that it reaches."""
+    texts = [Path(__file__).with_name(f"{module}.py"), Path(__file__), Path(tiny.__file__)]
+    name = " ".join((module, *arguments))
+    part = "\0".join([name, *(path.read_text() for path in texts)])
+    found = kept.found(
+        "programs for Hopper", {name: part}, PROGRAMS, lambda _: {name: run(module, *arguments)}
+    )
+    return found[name]
+
+
+def run(module: str, *arguments: str) -> dict:
+    """Run a program of this folder; killed where it hangs."""
     done = subprocess.run(
         [sys.executable, "-m", f"training.{module}", *arguments],
         cwd=Path(__file__).parents[1],
