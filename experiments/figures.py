@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -1185,9 +1186,11 @@ def smollm2_recipes() -> str:
 def smollm2_long() -> str:
     """SmolLM2 learns sums for longer, and the masters served in other ways."""
     found = study("smollm2_long")
+    planned = tomllib.loads((ROOT / "experiments/ablations/smollm2_long.toml").read_text())
     about = prose(f"""
         The same sums for {found.steps} steps, where arms end rather than how fast they go: {found.seeds} paired seeds,
-        {found.problems} held-out problems, float32 compute where the name does not say bfloat16.
+        {found.problems} held-out problems, float32 compute where the name does not say bfloat16. Shown are arms of which all
+        seeds have run, {len(found.arms)} of {len(planned["arms"])} that the study has; verdicts allow for those alone, and change with the others.
     """)
     masters = prose("""
         Their masters at the end, served in four ways, and what arrived, as [below](#what-arrives-of-an-update):
