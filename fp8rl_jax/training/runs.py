@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from fp8rl_jax.config.files import read_config, run_directory
 from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.schema import show
 from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.errors import UserError, listing
 from fp8rl_jax.tasks.python_objects import PythonReward
@@ -109,6 +110,10 @@ def train(
     Raises:
         UserError: naming the key, file or tensor; or the run directory holds a run already.
     """
+    if callable(callbacks) or not all(map(callable, callbacks)):
+        raise UserError(
+            f"callbacks: expected a list of functions of (step, metrics), got {show(callbacks)}"
+        )
     config = _settled(config, settings)
     setup = build(
         config,

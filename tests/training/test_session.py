@@ -334,6 +334,8 @@ def test_what_is_no_rollout_and_no_policy_is_one_line():
         (lambda: fp8rl.load(None), "load: expected a model's name or directory, got None"),
         (lambda: session_of(config={"seed": 1}), "config: expected a RunConfig, got {'seed': 1}"),
         (lambda: session_of(engine="paged"), "engine: expected one that samples, got 'paged'"),
+        (lambda: fp8rl.train(callbacks=[3]), "callbacks: expected a list of functions"),
+        (lambda: fp8rl.train(callbacks=print), "callbacks: expected a list of functions"),
         (lambda: fp8rl.train({"seed": 1}), "config: expected a RunConfig, got {'seed': 1}"),
     ):
         with pytest.raises(UserError, match=message):
