@@ -7,7 +7,6 @@ The script has all of them in it, so that no key waits for Python.
 
 from __future__ import annotations
 
-import importlib
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,10 +63,8 @@ def script(shell: str) -> str:
     values: dict[str, set[str]] = {"--recipe": set(RECIPES)}
     of_flags: dict[str, list[str]] = {}
     for name, command in COMMANDS.items():
-        module, _, function = command.function.partition(":")
-        run = getattr(importlib.import_module(f"fp8rl_jax.cli.{module}"), function)
-        tree = next(iter(typing.get_type_hints(run).values()))
-        flags = dict(_flags(tree))
+        _, arguments = command.load()
+        flags = dict(_flags(arguments))
         of_flags.setdefault(" ".join(sorted(flags)), []).append(name)
         for key, chosen in flags.items():
             if chosen:

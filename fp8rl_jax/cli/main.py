@@ -20,6 +20,7 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO, get_type_hints
 
@@ -38,6 +39,12 @@ class Command:
     with these keys."""
     of_trained: bool = False
     """A run among these files stands for what it has trained, not for what it began with."""
+
+    def load(self) -> tuple[Callable[..., int | None], type]:
+        """Import what runs it, and give its function and the dataclass of its arguments."""
+        module, _, function = self.function.partition(":")
+        run = getattr(importlib.import_module(f"fp8rl_jax.cli.{module}"), function)
+        return run, next(iter(get_type_hints(run).values()))
 
 
 _MODEL = "model.path", "recipe", "task.name"
@@ -180,9 +187,7 @@ def _dispatch(words: list[str]) -> int:
     from fp8rl_jax.cli.load import load_config, parse_arguments
 
     command = COMMANDS[name]
-    module, _, function = command.function.partition(":")
-    run = getattr(importlib.import_module(f"fp8rl_jax.cli.{module}"), function)
-    arguments = next(iter(get_type_hints(run).values()))
+    run, arguments = command.load()
     if not command.first_keys:
         return run(parse_arguments(arguments, rest, f"fp8rl {name}")) or 0
     if {"-h", "--help"} & set(rest):
