@@ -121,15 +121,17 @@ def _undocumented(tree: ast.Module) -> ast.Module:
     return tree
 
 
-@cache
-def _kept() -> dict[str, dict[str, Any]]:
+def _read() -> dict[str, dict[str, Any]]:
     return json.loads(FILE.read_text()) if FILE.exists() else {}
+
+
+_kept = cache(_read)
 
 
 def _write(kind: str, made: Mapping[str, Any]) -> None:
     lock = ROOT / ".cache" / "kept.lock"
     lock.parent.mkdir(exist_ok=True)
     with FileLock(lock):
-        kept = json.loads(FILE.read_text()) if FILE.exists() else {}
+        kept = _read()
         kept[kind] = dict(sorted({**kept.get(kind, {}), **made}.items()))
         FILE.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
