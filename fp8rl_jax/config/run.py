@@ -157,6 +157,10 @@ class RolloutConfig:
     """static: all completions of a step decode until the longest has ended. paged: continuous
     batching, a slot whose completion has ended takes the next one; faster where lengths differ,
     slower where all are short and alike. vllm: a vLLM server (rollout.vllm)."""
+    steps_ahead: int = 0
+    """1: the next step's completions are sampled while this step is learned from, by weights that
+    lack its update (one step off policy). The rollout has to have devices of its own, those of
+    mesh.rollout or of vLLM, and rl.correction has to correct for older weights."""
     transform: str = ""
     """What is done to the served copy of the policy at each weight sync, beside the recipe's
     quantization: a function (policy, context: SyncContext) -> policy of your own,
@@ -182,6 +186,35 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
+class RolloutMeshConfig:
+    """Devices of the rollout's own: data x expert x tensor, the last ones of each process."""
+
+    data: int = 0
+    """Replicas of what is served, which split the prompts; 0: the rollout samples on the trainer's
+    devices."""
+    tensor: int = 1
+    """Shards of heads, feed-forward width and vocabulary."""
+    expert: int = 1
+    """Shards of the experts of a mixture, which also split the prompts."""
+
+    @property
+    def size(self) -> int:
+        """Number of devices; 0: none of its own."""
+        return self.data * self.tensor * self.expert
+
+    def problems(self) -> list[str]:
+        """List every value that cannot work, one line each; empty where all is well."""
+        least = {"data": 0, "tensor": 1, "expert": 1}.items()
+        faults = [at_least(f"mesh.rollout.{axis}", getattr(self, axis), n) for axis, n in least]
+        if self.tensor * self.expert > 1 and not self.data:
+            faults.append(
+                "mesh.rollout.data: 0 gives the rollout no devices, so that tensor and expert "
+                "split nothing; set it to 1 or more"
+            )
+        return [fault for fault in faults if fault]
+
+
+@dataclass(frozen=True)
 class MeshConfig:
     """Devices: data x fsdp x expert x tensor. One axis may be -1 and takes what is left."""
 
@@ -193,6 +226,7 @@ class MeshConfig:
     """Shards of heads and feed-forward width."""
     expert: int = 1
     """Shards of the experts of a mixture, which also split the batch."""
+    rollout: RolloutMeshConfig = RolloutMeshConfig()
     coordinator: str = ""
     """host:port of process 0 for jax.distributed; empty: taken from the cluster's environment, if
     there is one."""
@@ -351,7 +385,7 @@ class RunConfig:
         try:
             recipe = self.resolved_recipe()
             faults += self._calibration_problems(recipe) + self._carrying_problems(recipe)
-            faults += self._acceptance_problems(recipe)
+            faults += self._acceptance_problems(recipe) + self._apart_problems(recipe)
             if recipe.weight_rounding == "stochastic" and self.compute_dtype == "float32":
                 faults.append(
                     'precision.weight_rounding: float32 compute rounds no master; set "nearest"'
@@ -547,6 +581,63 @@ class RunConfig:
             ),
         ]
         return [f"rollout.paged.extra_prompts: {why}" for holds, why in checks if not holds]
+
+    def _apart_problems(self, recipe: Recipe) -> list[str]:
+        """What keeps the rollout from devices of its own, or from sampling ahead there."""
+        own, ahead, episodes = self.mesh.rollout.size, self.rollout.steps_ahead, self.task.max_turns
+        vllm = self.rollout.engine == "vllm" and self.rollout.vllm.transport != "dlpack"
+        correction = self.rl.correction.resolve(recipe.correction)
+        corrects = correction.value("weights") != "none" or correction.value("reject")
+        place, key = "mesh.rollout", "rollout.steps_ahead"
+        checks = [
+            (
+                not own or self.rollout.engine != "vllm",
+                f"{place}: vLLM has devices of its own; leave it out, or set rollout.engine to "
+                '"static" or "paged"',
+            ),
+            (
+                not own or self.lora.rank == 0,
+                f"{place}: adapters are served beside the trainer's base; leave it out with "
+                "lora.rank above 0",
+            ),
+            (
+                not own or not self.rollout.paged.extra_prompts,
+                f"{place}: what is carried over stays on the trainer's devices; set "
+                "rollout.paged.extra_prompts = 0",
+            ),
+            (ahead in (0, 1), f"{key} = {ahead} must be 0 or 1"),
+            (
+                not ahead or own or vllm,
+                f"{key}: the rollout has no devices of its own to sample on meanwhile; give it "
+                'some, as in mesh.rollout.data = 1, or a server with rollout.engine = "vllm"',
+            ),
+            (
+                not ahead or corrects,
+                f"{key}: nothing corrects for completions of older weights; set "
+                'rl.correction.method, as in "token_tis"',
+            ),
+            (
+                not ahead or (not recipe.exact and self.precision.exact is not True),
+                f"{key}: with precision.exact no bit may differ, and those of older weights do; "
+                "set one of the two to 0 or false",
+            ),
+            (not ahead or episodes == 1, f"{key}: episodes are not sampled ahead; set it to 0"),
+            (
+                not ahead or not self.rl.dynamic_sampling.enabled,
+                f"{key}: how often a step samples would hang on rewards of older weights; set "
+                "rl.dynamic_sampling.enabled = false",
+            ),
+            (
+                not ahead or not self.rl.acceptance.enabled,
+                f"{key}: what was sampled ahead would be of weights that were taken back; set "
+                "rl.acceptance.enabled = false",
+            ),
+            (
+                not ahead or not self.rollout.paged.extra_prompts,
+                f"{key}: completions are carried over or sampled ahead; set one of the two to 0",
+            ),
+        ]
+        return [message for holds, message in checks if not holds]
 
     def _acceptance_problems(self, recipe: Recipe) -> list[str]:
         """What keeps rl.acceptance from judging updates."""

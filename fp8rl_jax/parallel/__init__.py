@@ -14,11 +14,12 @@ from fp8rl_jax.parallel.distributed import (
     to_host,
     told_by_first,
 )
-from fp8rl_jax.parallel.mesh import AXES, make_mesh, mesh_text
+from fp8rl_jax.parallel.mesh import AXES, make_mesh, make_rollout_mesh, mesh_text
 from fp8rl_jax.parallel.placement import (
     batch_sharding,
     batch_shards,
     check_batch,
+    moved,
     placed_shapes,
     policy_shardings,
     replicated,
@@ -62,9 +63,11 @@ __all__ = [
     "left_inside",
     "left_to_xla",
     "make_mesh",
+    "make_rollout_mesh",
     "marks",
     "mesh_text",
     "mixed",
+    "moved",
     "place_hash",
     "placed_shapes",
     "policy_shardings",

@@ -4,6 +4,9 @@
 along its hidden width, gathered where it is used. `expert` splits the batch, too, and the experts
 of a mixture, to which rows travel. `tensor` splits heads, feed-forward width and vocabulary. Axes
 of size 1 cost nothing, so one device is the mesh (1, 1, 1, 1) and runs the same program.
+
+The rollout may have devices of its own (mesh.rollout): as many of each process, its last ones, so
+that what it is served comes from a neighbour. They make a second mesh with the same axes.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ AXES = ("data", "fsdp", "expert", "tensor")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Make the mesh of all devices of all processes; use it as `with jax.set_mesh(mesh):`.
+    """Make the trainer's mesh, of all devices of all processes but those of the rollout's own; use
+    it as `with jax.set_mesh(mesh):`.
 
     Args:
         config: sizes of the axes; one may be -1 and takes what is left.
@@ -30,15 +34,56 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
     Raises:
         UserError: a size is not positive, two are -1, or they do not multiply to the number of
-            devices.
+            devices; or the rollout's own are no equal part of each process's.
     """
+    devices, _ = _divided(config, devices)
+    return _mesh(axis_sizes(config, len(devices)), devices)
+
+
+def make_rollout_mesh(
+    config: MeshConfig, devices: Sequence[jax.Device] | None = None
+) -> Mesh | None:
+    """Make the mesh of the rollout's own devices, None where it has none.
+
+    Args:
+        config, devices: as of `make_mesh`.
+
+    Raises:
+        UserError: they are no equal part of each process's devices, or would be all of them.
+    """
+    own = config.rollout
+    if not own.size:
+        return None
+    return _mesh((own.data, 1, own.expert, own.tensor), _divided(config, devices)[1])
+
+
+def _mesh(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> Mesh:
+    kinds = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(sizes, AXES, axis_types=kinds, devices=devices)
+
+
+def _divided(
+    config: MeshConfig, devices: Sequence[jax.Device] | None
+) -> tuple[list[jax.Device], list[jax.Device]]:
+    """The trainer's devices, and the rollout's own."""
     devices = jax.devices() if devices is None else list(devices)
-    return jax.make_mesh(
-        axis_sizes(config, len(devices)),
-        AXES,
-        axis_types=(AxisType.Auto,) * len(AXES),
-        devices=devices,
-    )
+    if not config.rollout.size:
+        return devices, []
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        by_process.setdefault(device.process_index, []).append(device)
+    asked, processes = config.rollout.size, len(by_process)
+    each, rest = divmod(asked, processes)
+    fewest = min(map(len, by_process.values()))
+    if rest or each >= fewest:
+        raise UserError(
+            f"mesh.rollout: data x expert x tensor = {asked} devices of its own; make it a "
+            f"multiple of the {processes} processes, each of which has {fewest} devices and keeps "
+            "at least one for the trainer"
+        )
+    split = [(own[: len(own) - each], own[len(own) - each :]) for own in by_process.values()]
+    first, last = zip(*split, strict=True)
+    return sum(first, []), sum(last, [])
 
 
 def mesh_text(mesh: Mesh) -> str:

@@ -52,6 +52,37 @@ def shard_policy(tree: Any, mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) ->
     return to_global(tree, policy_shardings(tree, mesh, rules))
 
 
+def moved(tree: Any, shardings: Any) -> Any:
+    """Copy arrays to other devices, which each process has beside those that they are on.
+
+    Each array is made whole on the devices that have it, one after the other, and cut from there:
+    what the processes send each other is one gather, and the rest are copies inside of each.
+
+    Args:
+        tree: of arrays on one mesh.
+        shardings: a tree of them, on another mesh of the same processes.
+    """
+    return jax.tree.map(_moved, tree, shardings)
+
+
+def _moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    given = x.sharding
+    if isinstance(given, NamedSharding) and not given.is_fully_replicated:
+        x = _whole(replicated(given.mesh))(x)
+    copies = [shard.data for shard in x.addressable_shards]
+    parts = sharding.addressable_devices_indices_map(x.shape)
+    pieces = [
+        jax.device_put(copies[i % len(copies)][index], device)
+        for i, (device, index) in enumerate(parts.items())
+    ]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
+
+
+@cache
+def _whole(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: x, out_shardings=sharding)
+
+
 def take_entry(x: Any, place: int) -> Any:
     """Take an entry of an array's first axis, on the devices that have the array."""
     if not isinstance(x, jax.Array):

@@ -46,7 +46,7 @@ _SECONDS_TO_A_WORD, _SECONDS_BETWEEN_WORDS = 2.0, 30.0
 
 
 class Progress:
-    """Where this process's main thread is; told by the main thread alone."""
+    """Where this process's main thread is; what other threads do is not told."""
 
     def __init__(self) -> None:
         self.step, self.phase = -1, "start"
@@ -69,6 +69,9 @@ class Progress:
     @contextmanager
     def part(self, name: str) -> Generator[None]:
         """Enter and leave a phase of a step."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         before, self.phase = self.phase, name
         self.move()
         try:

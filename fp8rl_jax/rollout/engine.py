@@ -83,13 +83,17 @@ class RolloutEngine(Protocol):
 
     version: int
     """Number of the last weight sync; a session that goes on from a checkpoint sets it."""
-    finite: dict[str, Bool[Array, ""]]
-    """One flag a tensor role of the last sync, True where every value is finite."""
-    metrics: dict[str, Float[Array, ""]]
-    """fp8/* and sync/* metrics of the last sync and calibration."""
     arrival: Arrival | None
     """Where a session wants to know what of its updates is served, `sync` calls its `see` and has
     what it says among `metrics`."""
+
+    @property
+    def finite(self) -> dict[str, Bool[Array, ""]]:
+        """One flag a tensor role of the last sync, True where every value is finite."""
+
+    @property
+    def metrics(self) -> dict[str, Float[Array, ""]]:
+        """fp8/* and sync/* metrics of the last sync and calibration."""
 
     @property
     def scales(self) -> KVScales | None:
@@ -179,6 +183,10 @@ class LocalEngine:
         Raises:
             UserError: whatever `transformed` refuses.
         """
+        return self.serve(self.convert(policy, context))
+
+    def convert(self, policy: Policy, context: SyncContext = NO_CONTEXT) -> Policy:
+        """Make of `policy` what is served, and let go of what was; arguments as of `sync`."""
         if (
             self.recipe.quantizes_cache
             and self.recipe.kv_calibration != "rollout"
@@ -199,9 +207,13 @@ class LocalEngine:
         if self.transform is not None:
             served = transformed(served, context, *self.transform)
         served = with_scales(served, context.scales)
-        self.finite, self._marks = _seen(served)
         if self.arrival is not None:
             self.metrics = self.metrics | self.arrival.see(policy, served)
+        return served
+
+    def serve(self, served: Policy) -> int:
+        """Serve what `convert` has made, on the devices that it is on; returns its version."""
+        self.finite, self._marks = _seen(served)
         self.version += 1
         self.policy = served
         return self.version
@@ -507,7 +519,8 @@ class PagedEngine(LocalEngine):
             # found once: what is free differs from call to call, and those that leave the cache to
             # each other have one
             held = count, samples, sampling.max_new_tokens, widest or width
-            room = self._room.setdefault(held, free_bytes() / token_bytes(policy))
+            free = free_bytes(policy.norm.value.addressable_shards[0].device)
+            room = self._room.setdefault(held, free / token_bytes(policy))
             chosen = choose_layout(self.paged, *shape, hopper, room, widest)
             self._layouts[shape, widest] = chosen
         return self._layouts[shape, widest], parts
@@ -609,10 +622,10 @@ def decode_layers(config: RunConfig) -> Literal["unroll", "scan"]:
     return "unroll" if hopper or jax.default_backend() == "cpu" else "scan"
 
 
-def free_bytes() -> float:
-    """Count the bytes of the device that a cache may take, of those that are free now nine tenths;
+def free_bytes(device: jax.Device) -> float:
+    """Count the bytes of a device that a cache may take, of those that are free now nine tenths;
     infinity where the device does not say."""
-    statistics = jax.local_devices()[0].memory_stats() or {}
+    statistics = device.memory_stats() or {}
     if "bytes_limit" not in statistics:
         return math.inf
     return 0.9 * (statistics["bytes_limit"] - statistics["bytes_in_use"])

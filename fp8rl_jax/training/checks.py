@@ -45,8 +45,8 @@ def with_exact_decided(config: RunConfig, ours: bool = True) -> RunConfig:
             f"rollout.paged.extra_prompts: recipe {recipe.name!r} is exact, and tokens that older "
             "weights sampled are not; set it to 0"
         )
-    samples = config.task.kind != "text"
-    differs = carries or config.rollout.transform or config.rl.acceptance.enabled
+    samples, ahead = config.task.kind != "text", config.rollout.steps_ahead
+    differs = carries or ahead or config.rollout.transform or config.rl.acceptance.enabled
     plain = ours and samples and not differs
     exact = recipe.exact or (plain and promises_exact(recipe, backend))
     return replace(config, precision=replace(config.precision, exact=exact))
@@ -86,10 +86,21 @@ def check_mesh(
             check_batch(trainer.micro_batch_prompts, mesh, "trainer.micro_batch_prompts")
         part = r.prompts_per_step // trainer.updates_per_rollout
         check_batch(part, mesh, "rollout.prompts_per_step / trainer.updates_per_rollout")
+    own = config.mesh.rollout
     if shape.experts is None and mesh.shape["expert"] > 1:
         raise UserError(
             f"mesh.expert = {mesh.shape['expert']}: the model has no experts; set mesh.data or "
             "mesh.fsdp to that"
+        )
+    if shape.experts is None and own.expert > 1:
+        raise UserError(
+            f"mesh.rollout.expert = {own.expert}: the model has no experts; set mesh.rollout.data "
+            "to that"
+        )
+    if own.size and r.prompts_per_step % (parts := own.data * own.expert):
+        raise UserError(
+            f"rollout.prompts_per_step = {r.prompts_per_step} does not divide by mesh.rollout.data "
+            f"x expert = {parts}: make it a multiple of {parts}"
         )
 
 

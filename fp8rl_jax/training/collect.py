@@ -108,6 +108,12 @@ class Collector:
             informative.append(self._informative(drawn[-1][1]))
         return self._chosen(drawn, np.concatenate(informative))
 
+    def rewarded(self, step: int, rollout: Rollout) -> Collected:
+        """Give what `collect` gave, of its completions alone; not with dynamic sampling."""
+        sampled, examples = self.session.of_rollout(rollout), self._examples(step, 0)
+        drawn = [(sampled, self._scores(examples, sampled), examples)]
+        return self._chosen(drawn, np.ones(self.count, bool))
+
     def _chosen(self, drawn: list, informative: Bool[np.ndarray, " q"]) -> Collected:
         sampled, scores, examples = zip(*drawn, strict=True)
         joined = Scores.join(scores)
@@ -146,9 +152,11 @@ class Collector:
         sampled = session.rollout(self._encoded(examples), self.samples, key)
         if self.extra:
             examples = [self.train[i] for i in sampled.prompt_ids]
-        with session.clock.part("reward"):
-            scores = score_distributed(self.pool, examples, sampled.texts)
-        return sampled, scores, examples
+        return sampled, self._scores(examples, sampled), examples
+
+    def _scores(self, examples: list[Example], sampled: Experience) -> Scores:
+        with self.session.clock.part("reward"):
+            return score_distributed(self.pool, examples, sampled.texts)
 
     def _informative(self, scores: Scores) -> Bool[np.ndarray, " p"]:
         return np.asarray(

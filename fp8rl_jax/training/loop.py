@@ -33,7 +33,7 @@ from fp8rl_jax.parallel import (
     sum_over_processes,
     to_host,
 )
-from fp8rl_jax.rollout.engine import Rollout
+from fp8rl_jax.rollout.engine import Prompts, Rollout
 from fp8rl_jax.tasks.dataset import Dataset
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.scores import Scores
@@ -54,6 +54,7 @@ from fp8rl_jax.training.setup import (
     reward_log,
     reward_pool,
 )
+from fp8rl_jax.training.step_ahead import StepAhead
 from fp8rl_jax.training.stopping import Asked, Stopping, stopping
 from fp8rl_jax.training.tracking import (
     Callback,
@@ -146,6 +147,7 @@ class Loop:
     ):
         self.explain, self.callbacks = explain, callbacks
         self.setup, self.config, self.session, self.pool = setup, setup.config, setup.session, pool
+        self.ahead: StepAhead | None = None
         config = setup.config
         self.prepare()
         self.checkpoints = Checkpoints(setup.directory / "checkpoints", config.checkpoint)
@@ -160,7 +162,7 @@ class Loop:
         self.settings = setup.fingerprint() | {"mesh": mesh_text(self.session.mesh)}
         self.changed: list[str] = []
         if config.resume and self.checkpoints.steps():
-            self.session.load_saved(*self.checkpoints.restore(self.session.saved(), self._agree))
+            self.load_saved(*self.checkpoints.restore(self.saved(), self._agree))
             _log.info("resuming at step %d from %s", self.session.step, self.checkpoints.directory)
         elif config.resume:
             _log.warning("%s has no checkpoint yet: starting at step 0", setup.directory)
@@ -194,7 +196,7 @@ class Loop:
         """
         setup, config = self.setup, self.config
         if is_main_process():
-            self.checkpoints.check_space(self.session.saved())
+            self.checkpoints.check_space(self.saved())
             write_run_record(config, self.changed)
             self.tracker = make_tracker(
                 setup.directory,
@@ -260,7 +262,7 @@ class Loop:
                 for step in range(self.start, steps):
                     PROGRESS.begin(step)
                     # what a step that is given up leaves as it was
-                    held = session.saved()
+                    held = self.saved()
                     try:
                         with stop.at_once(_alone()):
                             # every row is written before the checkpoint that makes a resumed run go
@@ -281,12 +283,12 @@ class Loop:
                     due = due or bool(every and (step + 1) % every == 0)
                     # weights that a step could not learn from are no place to go on from
                     if step + 1 == steps or (due and not self.watch.skipping):
-                        self._save(step + 1, session.saved())
+                        self._save(step + 1, self.saved())
                         due = False
                     if step + 1 == steps:
                         break
                     if _asked(stop):
-                        self._leave(stop, step + 1, session.saved())
+                        self._leave(stop, step + 1, self.saved())
             PROGRESS.begin(steps)
             # a run that was killed behind its last checkpoint has no row of it either
             if self.evaluates and (evaluation := self._evaluate(steps)):
@@ -300,6 +302,8 @@ class Loop:
             if steps < self.steps:
                 _log.info("ended behind step %d by a callback; %s", steps - 1, self._standing())
         finally:
+            if self.ahead is not None:
+                self.ahead.close()
             self.tracker.close()
             for file in (self.samples, self.evaluations):
                 if file is not None:
@@ -371,6 +375,21 @@ class Loop:
         assert isinstance(self.setup.train, Dataset) and self.pool is not None
         shared = self.session, self.setup.train, self.pool, self.config
         self.collector, self.acceptance = Collector(*shared), Acceptance(*shared)
+        if self.config.rollout.steps_ahead:
+            self.ahead = StepAhead(self.session, self.collector, self.config)
+
+    def saved(self) -> tuple:
+        """Give what a checkpoint holds."""
+        beside = () if self.ahead is None else (self.ahead.saved(),)
+        return *self.session.saved(), *beside
+
+    def load_saved(self, step: int, saved: tuple) -> None:
+        """Go on at `step` with what `saved` gave."""
+        if self.ahead is None:
+            self.session.load_saved(step, saved)
+        else:
+            self.session.load_saved(step, saved[:-1])
+            self.ahead.load(saved[-1])
 
     def open_samples(self) -> None:
         """Open the files that stand beside metrics.jsonl."""
@@ -379,11 +398,16 @@ class Loop:
 
     def begin(self) -> None:
         """Do what comes before the first step."""
-        self.session.sync(self.collector.prompts(self.start))
+        self.session.sync(self._prompts_after(self.start - 1))
 
     def collect(self, step: int) -> Any:
         """Gather what a step learns from; it changes nothing that a checkpoint has."""
-        return self.collector.collect(step)
+        return (self.ahead or self.collector).collect(step)
+
+    def _prompts_after(self, step: int) -> Prompts:
+        """What the weights that `step` leaves sample first: they calibrate an FP8 cache on it."""
+        ahead = self.config.rollout.steps_ahead if step >= 0 else 0
+        return self.collector.prompts(step + 1 + ahead)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record a step."""
@@ -402,7 +426,9 @@ class Loop:
     def _step(self, step: int, found: Any, before: dict[str, float]) -> dict[str, float]:
         """Learn from what was sampled; `before`: what the step has measured already."""
         judged = self.config.rl.acceptance.enabled
-        held, prompts = self.session.hold() if judged else None, self.collector.prompts(step + 1)
+        held, prompts = self.session.hold() if judged else None, self._prompts_after(step)
+        if self.ahead is not None and step + 1 < self.steps:
+            self.ahead.begin(step + 1)
         metrics = self.session.update(found.experience, found.chosen, found.entering, prompts)
         if held is not None:
             metrics |= self.acceptance.judge(step, held, prompts)

@@ -15,7 +15,8 @@ holds it to what XLA says of the compiled programs.
     sync        weights in the compute dtype on their way to their quantized form
 
 The phases follow each other, so a run needs what always stays and the largest phase. A run on text
-serves nothing, and has the two of an update.
+serves nothing, and has the two of an update. Where the rollout has devices of its own, these have a
+plan of theirs, and the trainer's hold what is served only while it is on its way.
 
 Does a run fit, and if not, what would make it: every answer is a plan of its own, computed from
 the changed configuration.
@@ -84,20 +85,28 @@ class Plan:
         always: what stays between phases, by name.
         phases: what each phase adds, by name.
         devices: of the mesh.
+        rollout: of a device of the rollout's own, where it has some.
     """
 
     always: dict[str, int]
     phases: dict[str, dict[str, int]]
     devices: int
+    rollout: Plan | None = None
 
     def needs(self, phase: str) -> int:
         """Add up the bytes during one phase."""
         return sum(self.always.values()) + sum(self.phases[phase].values())
 
     @property
+    def fullest(self) -> tuple[int, str]:
+        """Bytes of the phase and device that need most, and the phase."""
+        own = max((self.needs(phase), phase) for phase in self.phases)
+        return own if self.rollout is None else max(own, self.rollout.fullest)
+
+    @property
     def peak(self) -> int:
         """Bytes during the phase that needs most."""
-        return max(map(self.needs, self.phases))
+        return self.fullest[0]
 
 
 @dataclass(frozen=True)
@@ -226,8 +235,9 @@ def memory_plan(
     if config.task.kind == "text":
         return Plan(always, phases, math.prod(sizes.values()))
     ours = config.rollout.engine != "vllm"  # whose server has memory of its own
-    if ours:
-        always[f"rollout weights ({formats})"] = _device_bytes(served, mesh)
+    weights, own = f"rollout weights ({formats})", config.mesh.rollout
+    if ours and not own.size:
+        always[weights] = _device_bytes(served, mesh)
     if config.rl.kl_coefficient > 0 or config.rl.reward_kl.coefficient > 0:
         # beside the frozen base of adapters, which it shares
         always["KL reference policy"] = _device_bytes(kept, mesh)
@@ -235,16 +245,28 @@ def memory_plan(
         always["what an update may go back to"] = _device_bytes((kept, of.found[0]), mesh)
     if size := config.support_size(shape.vocab_size):
         always[f"supports of {size} tokens (int32)"] = _support_bytes(config, size, mesh)
+    beside = None
     with _as_on_chip(config):
-        rollout = _rollout(shape, config, recipe, served, mesh) if ours else {}
-    sync = {
+        if own.size:
+            apart = rollout_mesh(config.mesh)
+            rules = PART_RULES if config.rollout.engine == "paged" else DECODE_RULES
+            beside = Plan(
+                {weights: _device_bytes(served, apart, rules)},
+                {"rollout": _rollout(shape, config, recipe, served, apart)},
+                own.size,
+            )
+        rollout = _rollout(shape, config, recipe, served, mesh) if ours and not own.size else {}
+    sync = {f"{weights}, on their way": _device_bytes(served, mesh)} if own.size else {}
+    sync |= {
         f"weights in {dtype.name}": _device_bytes(of.policy, mesh) * dtype.itemsize // 4,
         "places of sync/*": Arrival(merged=True).nbytes(of.policy),
     }
     if recipe.master != FLOAT32:
         sync = {"masters in float32": masters} | sync
     phases = {"rollout": rollout, **phases, "sync": sync}
-    return Plan(always, phases, math.prod(sizes.values()))
+    if own.size:
+        del phases["rollout"]
+    return Plan(always, phases, math.prod(sizes.values()), beside)
 
 
 def _as_on_chip(config: RunConfig) -> AbstractContextManager[None]:
@@ -260,18 +282,30 @@ def abstract_mesh(sizes: dict[str, int]) -> AbstractMesh:
     )
 
 
+def rollout_mesh(config: MeshConfig) -> AbstractMesh:
+    """Make a mesh of no devices, for those of the rollout's own."""
+    own = config.rollout
+    return abstract_mesh({"data": own.data, "fsdp": 1, "expert": own.expert, "tensor": own.tensor})
+
+
 def mesh_sizes(config: MeshConfig, devices: int = 0) -> dict[str, int]:
-    """Find the sizes of the mesh's axes without its devices.
+    """Find the sizes of the trainer's mesh's axes without its devices.
 
     Args:
         config: where an axis is -1, it takes what is left.
-        devices: in all; 0: of no known number, and a -1 is 1.
+        devices: in all, the rollout's own among them; 0: of no known number, and a -1 is 1.
 
     Raises:
-        UserError: the axes do not multiply to so many devices.
+        UserError: the axes do not multiply to so many devices, or none is left for the trainer.
     """
     if devices:
-        return dict(zip(AXES, axis_sizes(config, devices), strict=True))
+        left = devices - config.rollout.size
+        if left < 1:
+            raise UserError(
+                f"mesh.rollout: data x expert x tensor = {config.rollout.size} leaves the trainer "
+                f"none of {devices} devices; make it smaller"
+            )
+        return dict(zip(AXES, axis_sizes(config, left), strict=True))
     return {axis: max(getattr(config, axis), 1) for axis in AXES}
 
 
@@ -615,10 +649,10 @@ def out_of_memory(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int])
     """What to tell of a run that asked for more than there was: its plan, and two changes."""
     plan = memory_plan(shape, config, sizes)
     size, unit = _unit(plan)
-    phase = max(plan.phases, key=plan.needs)
+    peak, phase = plan.fullest
     smaller = [what for what, *_ in itertools.islice(changes(config, sizes), 2)]
     return (
-        f"`fp8rl plan` counts {plan.peak / size:.1f} {unit} a device, most of all in the {phase} "
+        f"`fp8rl plan` counts {peak / size:.1f} {unit} a device, most of all in the {phase} "
         f"phase; set {' or '.join(smaller) or 'fewer prompts and tokens'}"
     )
 
@@ -637,11 +671,13 @@ def report(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> tup
         f"{', '.join(f'{axis} {size}' for axis, size in sizes.items())}",
         _table(plan).rstrip(),
     ]
+    if plan.rollout is not None:
+        own = ", ".join(f"{axis} {size}" for axis, size in vars(config.mesh.rollout).items())
+        lines += [f"Rollout, on devices of its own: {own}", _table(plan.rollout).rstrip()]
     if hearing := heard(config):
         lines.append(hearing)
-    peak = max(plan.phases, key=plan.needs)
-    size, unit = _unit(plan)
-    need = f"{plan.peak / size:.1f} {unit} a device, in the {peak} phase"
+    (peak, phase), (size, unit) = plan.fullest, _unit(plan)
+    need = f"{peak / size:.1f} {unit} a device, in the {phase} phase"
     if limit is None:
         lines.append(
             f"Needs {need}. The device does not say what it has; name one with --plan.chip."

@@ -46,8 +46,15 @@ from fp8rl_jax.parallel import batch_shards
 from fp8rl_jax.parallel.mesh import AXES, axes_text
 from fp8rl_jax.training.checks import check_mesh
 from fp8rl_jax.training.performance import attention_flops, update_flops
-from fp8rl_jax.training.plan import Footprint, abstract_mesh, footprint, memory_plan
+from fp8rl_jax.training.plan import (
+    Footprint,
+    abstract_mesh,
+    footprint,
+    memory_plan,
+    rollout_mesh,
+)
 
+_SAMPLING = ("prefill", "decode")
 _FORWARD_SUMS, _AGAIN_SUMS, _BACKWARD_SUMS = 2, 1, 2
 """Sums of hidden states over tensor in a layer: of attention and feed-forward; of the attention
 alone where the layer is computed again; of the gradients of what queries, keys and values share,
@@ -119,12 +126,39 @@ def step_work(
     """
     held = footprint(shape, config, abstract_mesh(sizes))
     work = {"update": _update(shape, config, sizes, held, chip)}
+    rollout = _of_rollout(config, sizes)
     if config.task.kind == "text":
         return work
     sync = Work(bytes=held.masters + held.served)
     if config.rollout.engine == "vllm":
         return work | {"sync": sync}
-    return _rollout(shape, config, sizes, held, chip) | work | {"sync": sync}
+    if rollout is not sizes:
+        held = footprint(shape, config, abstract_mesh(rollout))
+    return _rollout(shape, config, rollout, held, chip) | work | {"sync": sync}
+
+
+def _of_rollout(config: RunConfig, sizes: dict[str, int]) -> dict[str, int]:
+    """The sizes of the mesh that samples: the rollout's own, or `sizes`."""
+    return dict(rollout_mesh(config.mesh).shape) if config.mesh.rollout.size else sizes
+
+
+def _seconds_of(
+    work: dict[str, Work], config: RunConfig, sizes: dict[str, int], chip: Chip
+) -> dict[str, float]:
+    """Seconds that each phase takes at least on the devices that run it."""
+    rollout = _of_rollout(config, sizes)
+    return {
+        phase: each.least(chip, rollout if phase in _SAMPLING else sizes)
+        for phase, each in work.items()
+    }
+
+
+def _step(seconds: dict[str, float], config: RunConfig) -> float:
+    """Seconds of a step, in which the rollout may be beside the rest."""
+    sampled = sum(seconds.get(phase, 0.0) for phase in _SAMPLING)
+    if not config.rollout.steps_ahead:
+        return sum(seconds.values())
+    return max(sampled, seconds["update"]) + seconds["sync"]
 
 
 def _ring(nbytes: float, devices: int) -> float:
@@ -261,6 +295,7 @@ class Outlook:
         micro: prompts of a micro-batch; 0: all of an update.
         peak: bytes of one device.
         seconds: at least, by phase.
+        step: the same of a whole step.
         tokens: that all devices sample in a second at most; 0 where nothing of ours samples.
     """
 
@@ -268,12 +303,8 @@ class Outlook:
     micro: int
     peak: int
     seconds: dict[str, float]
+    step: float
     tokens: float
-
-    @property
-    def step(self) -> float:
-        """Seconds of a step at least."""
-        return sum(self.seconds.values())
 
 
 def outlook(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int], chip: Chip) -> Outlook:
@@ -284,8 +315,7 @@ def outlook(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int], chip:
     """
     check_mesh(config, shape, abstract_mesh(sizes))
     peak = memory_plan(shape, config, sizes).peak
-    work = step_work(shape, config, sizes, chip)
-    seconds = {phase: each.least(chip, sizes) for phase, each in work.items()}
+    seconds = _seconds_of(step_work(shape, config, sizes, chip), config, sizes, chip)
     r = config.rollout
     sampled = r.prompts_per_step * r.samples_per_prompt * r.max_new_tokens
     rolled = seconds.get("prefill", 0.0) + seconds.get("decode", 0.0)
@@ -294,6 +324,7 @@ def outlook(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int], chip:
         config.trainer.micro_batch_prompts,
         peak,
         seconds,
+        _step(seconds, config),
         sampled / rolled if rolled else 0.0,
     )
 
@@ -345,6 +376,7 @@ def largest_batch(
     as it is set.
     """
     unit = batch_shards(abstract_mesh(sizes)) * config.trainer.updates_per_rollout
+    unit = math.lcm(unit, batch_shards(abstract_mesh(_of_rollout(config, sizes))))
     micro = config.trainer.micro_batch_prompts
     unit = math.lcm(unit, micro * config.trainer.updates_per_rollout) if micro else unit
 
@@ -371,11 +403,13 @@ def describe(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> s
     work = step_work(shape, config, sizes, chip)
     defaults = PrecisionConfig(backend=config.precision.backend)
     plain = step_work(shape, replace(config, recipe="bf16", precision=defaults), sizes, chip)
+    own = config.mesh.rollout.size
+    beside = f" beside {own} of the rollout's own" if own else ""
     lines = [
-        f"At least, on {devices} {config.plan.chip}, of a step with completions of "
+        f"At least, on {devices} {config.plan.chip}{beside}, of a step with completions of "
         f"{config.rollout.max_new_tokens:,} tokens (a model of the data sheet's rates; nothing is "
         "measured):",
-        _phases(work, plain, chip, sizes),
+        _phases(work, plain, config, chip, sizes),
     ]
     here = outlook(shape, config, sizes, chip)
     if here.tokens:
@@ -390,7 +424,8 @@ def describe(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> s
     best = best_meshes(shape, config, devices, chip)
     place = next((i for i, one in enumerate(best) if one.sizes == sizes), None)
     lines.append(
-        f"It fits on {len(best)} meshes of {devices} {config.plan.chip}, the shortest step first "
+        f"It fits on {len(best)} meshes of {devices} {config.plan.chip}{beside}, the shortest step "
+        "first "
         f"(the same model{'' if place is None else f'; this one is number {place + 1}'}):\n"
         + _meshes(best)
         if best
@@ -400,18 +435,22 @@ def describe(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> s
 
 
 def _phases(
-    work: dict[str, Work], plain: dict[str, Work], chip: Chip, sizes: dict[str, int]
+    work: dict[str, Work],
+    plain: dict[str, Work],
+    config: RunConfig,
+    chip: Chip,
+    sizes: dict[str, int],
 ) -> str:
     table = _table("phase", "products", "memory", "links", "tensor", "at least", "bf16", "sent")
-    total = [0.0, 0.0]
+    found, others = (_seconds_of(each, config, sizes, chip) for each in (work, plain))
     for phase, each in work.items():
-        times, least = each.times(chip, sizes), each.least(chip, sizes)
-        other = plain[phase].least(chip, sizes)
-        total = [total[0] + least, total[1] + other]
+        times = each.times(chip, _of_rollout(config, sizes) if phase in _SAMPLING else sizes)
+        least, other = found[phase], others[phase]
         sent = ", ".join(f"{axis} {size_text(nbytes)}" for axis, nbytes in each.sent.items())
         table.add_row(phase, *map(_seconds, (*times.values(), least, other)), sent)
     table.add_section()
-    table.add_row("step", "", "", "", "", *map(_seconds, total), "")
+    total = (_seconds(_step(each, config)) for each in (found, others))
+    table.add_row("step", "", "", "", "", *total, "")
     return _printed(table)
 
 

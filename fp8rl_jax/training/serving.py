@@ -7,6 +7,7 @@ prompts before the first one; or the rollout itself, on the prompts that come ne
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Literal
@@ -37,6 +38,7 @@ class Serving:
 
     Attributes:
         engine: who samples.
+        in_use: held while the engine samples or is synced.
         scales: KV scales of the present weights where the trainer calibrates an FP8 cache, else
             None.
         due: whether the present weights are not served yet.
@@ -45,6 +47,7 @@ class Serving:
 
     def __init__(self, engine: RolloutEngine, config: RunConfig, recipe: Recipe):
         self.engine, self._config, self._recipe = engine, config, recipe
+        self.in_use = threading.RLock()
         self.scales: KVScales | None = None
         self.due, self.uncalibrated = True, False
         self._moved, self._first_version = True, 0
@@ -77,7 +80,8 @@ class Serving:
             self.scales = calibrate_on_prompts(weights, prompts, self._recipe, dtype, backend)
         # one that is interrupted leaves nothing to serve: the next rollout makes another
         self.due = True
-        with clock.part("sync"):
+        # waits for what is sampled ahead
+        with self.in_use, clock.part("sync"):
             key = sync_key(self._config.seed, step)
             context = SyncContext(step, key, self.scales, self._config.trainer.steps)
             self.engine.sync(weights, context)

@@ -27,7 +27,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -61,6 +61,7 @@ from fp8rl_jax.parallel import (
     check_batch,
     is_main_process,
     make_mesh,
+    make_rollout_mesh,
     mesh_text,
     replicated,
     shard_policy,
@@ -69,6 +70,7 @@ from fp8rl_jax.parallel import (
     to_host,
 )
 from fp8rl_jax.precision import check_recipe, is_quantized, unlike_sides
+from fp8rl_jax.rollout.apart import ApartEngine
 from fp8rl_jax.rollout.arrival import MergedSample
 from fp8rl_jax.rollout.engine import (
     PagedEngine,
@@ -159,8 +161,8 @@ class Held(NamedTuple):
 
 
 def _alone[**P, R](method: Callable[P, R]) -> Callable[P, R]:
-    """Lets a method of a session wait for those of other threads: each takes over what the one
-    before has left. Arguments that it does not take are one line."""
+    """Lets a method of a session wait for those of other threads, but for what is sampled ahead:
+    each takes over what the one before has left. Arguments that it does not take are one line."""
     signature = inspect.signature(method)
 
     @wraps(method)
@@ -169,7 +171,7 @@ def _alone[**P, R](method: Callable[P, R]) -> Callable[P, R]:
             signature.bind(self, *args, **kwargs)
         except TypeError as error:
             raise UserError(f"session.{run.__name__}: {error}") from None
-        with self._in_use:
+        with nullcontext() if self._is_ahead else self._in_use:
             return method(self, *args, **kwargs)
 
     return run
@@ -208,7 +210,7 @@ class Session:
             or whole tables (rl=RLConfig(...)); docs/config.md.
 
     Attributes:
-        config, recipe, mesh, tokenizer: as resolved.
+        config, recipe, mesh, tokenizer: as resolved; mesh is the trainer's.
         serving: the engine and what it serves.
         exact_by_default: whether precision.exact was "auto".
         sampling: of `rollout`.
@@ -255,7 +257,7 @@ class Session:
             )
         if unused := unused_settings(config):
             _log.warning("settings that do nothing here: %s", "; ".join(unused))
-        self.mesh = make_mesh(config.mesh)
+        self.mesh, own = make_mesh(config.mesh), make_rollout_mesh(config.mesh)
         check_policy(policy, config, self.recipe)
         rollout = config.rollout
         self.sampling = make_sampling(config, policy, tokenizer)
@@ -277,11 +279,15 @@ class Session:
         if engine is None and config.rollout.engine == "vllm":
             engine = VllmEngine(config, self.recipe, tokenizer)
         if engine is None:
-            engine = local_engine(config, self.recipe)
+            sampler = local_engine(config, self.recipe)
+            engine = sampler if own is None else ApartEngine(sampler, own, self.mesh)
         self.serving = Serving(engine, config, self.recipe)
         self.clock, self.step = Clock(), 0
         self._in_use, self._gone = threading.RLock(), _RELEASED
-        self._unit = math.lcm(_prompts_of_a_part(config), batch_shards(self.mesh))
+        self._ahead: int | None = None
+        """Thread that samples ahead."""
+        parts = [batch_shards(mesh) for mesh in (self.mesh, own) if mesh is not None]
+        self._unit = math.lcm(_prompts_of_a_part(config), *parts)
         """What the number of a batch's prompts has to divide by."""
         # what a file's codes stand for stays in them
         policy = in_own_codes(policy, base_formats(config, policy.config))
@@ -360,18 +366,34 @@ class Session:
                 "prompts: with rollout.paged.extra_prompts others may come back than were given, "
                 "and text does not say which; give Examples, whose index does"
             )
-        PROGRESS.begin(self.step)
+        if not self._is_ahead:
+            PROGRESS.begin(self.step)
         samples, key = self._draw(samples, key)
         encoded, count = self.encode(prompts)
-        self._serve(encoded)
-        if self._carry_over:
-            rollout = self._carry_over.rollout(encoded, count, samples, key, self.clock)
-            count = len(rollout.prompts.lengths)
-        else:
-            with self.clock.part("gen"):
-                rollout = self.engine.generate(encoded, samples, self.sampling, key)
-                jax.block_until_ready(rollout.tokens)
+        with self.serving.in_use:
+            self._serve(encoded)
+            if self._carry_over:
+                rollout = self._carry_over.rollout(encoded, count, samples, key, self.clock)
+                count = len(rollout.prompts.lengths)
+            else:
+                with self.clock.part("gen"):
+                    rollout = self.engine.generate(encoded, samples, self.sampling, key)
+                    jax.block_until_ready(rollout.tokens)
         return self._experience(rollout, count, samples, self.sampling.temperature)
+
+    @contextmanager
+    def ahead(self) -> Generator[None]:
+        """A block in a thread of its own whose rollouts do not wait for an update in another: the
+        weights that are served at its begin sample them, and the next sync waits for its end
+        (rollout.steps_ahead)."""
+        with self.serving.in_use:
+            if self.serving.due or self.serving.uncalibrated:
+                raise RuntimeError("ahead: the present weights are not served; call sync first")
+            self._ahead = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._ahead = None
 
     @_on_mesh
     def sample(
@@ -399,7 +421,7 @@ class Session:
             at_temperature(self.sampling, temperature),
             sample_key(self.config.seed, seed),
         )
-        with self.serving.aside():
+        with self.serving.in_use, self.serving.aside():
             self._serve(encoded)
             rollout = self.engine.generate(encoded, samples, sampling, key)
         return self._experience(rollout, count, samples, temperature)
@@ -442,6 +464,13 @@ class Session:
             self.encoder.pad,
             batch_sharding(self.mesh),
         )
+
+    def of_rollout(self, rollout: Rollout) -> Experience:
+        """Make of a rollout of `rollout`, with as many samples as the configuration has, what
+        `update` takes."""
+        samples = self.config.rollout.samples_per_prompt
+        count = len(rollout.prompts.lengths)
+        return self._experience(rollout, count, samples, self.sampling.temperature)
 
     # learning
 
@@ -1002,6 +1031,11 @@ class Session:
         return self.serving.scales
 
     @property
+    def _is_ahead(self) -> bool:
+        """Whether this thread samples ahead."""
+        return self._ahead == threading.get_ident()
+
+    @property
     def carried(self) -> int:
         """Prompts whose completions are carried over to the next rollout."""
         return 0 if self._carry_over is None else self._carry_over.carried
@@ -1096,6 +1130,8 @@ class Session:
 
     def _serve(self, prompts: Sequence[Prompt] | Prompts) -> None:
         """The present weights, and scales for them, before anything is sampled."""
+        if self._is_ahead:
+            return
         if self._state is None and self._policy is None:
             raise UserError(self._gone)
         if self.serving.due:

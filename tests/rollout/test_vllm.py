@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import jax
 import numpy as np
@@ -37,6 +39,7 @@ from fp8rl_jax.models.lora import join, merge, split
 from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.rollout.sync import SyncContext
+from fp8rl_jax.training.keys import rollout_key
 from fp8rl_jax.weights.hf_directory import load_policy_arrays
 from fp8rl_jax.weights.load import byte_policy
 
@@ -150,6 +153,33 @@ def test_a_session_learns_through_vllm(serve):
     for number, metrics in enumerate(found, start=1):
         assert metrics["mismatch/k3"] < 1e-8 and metrics["rollout/weight_version"] == number
         assert metrics["rollout/vllm_parity"] < 1e-3
+
+
+def test_what_is_sampled_ahead_is_of_the_weights_before_the_update(serve):
+    """A push waits until it is sampled."""
+    server, made = serve
+    server.work = "session"
+    session = make_session(address=server.address, directory=made().settings.directory)
+    first, begun = session.rollout(["1+2=", "hello"]), Event()
+
+    def sample_ahead():
+        with session.ahead():
+            begun.set()
+            return session.rollout(["1+2=", "hello"], key=rollout_key(session.config.seed, 0, 0))
+
+    with ThreadPoolExecutor(1) as thread:
+        second = thread.submit(sample_ahead)
+        begun.wait()
+        session.update(first, [-float(len(row)) for row in first.tokens])
+    assert second.result().texts == first.texts and second.result().weight_version == 1
+    assert server.pushes == session.engine.version == 2
+    pushes = [place for place, each in enumerate(server.asked) if is_push(*each)]
+    drawn = [place for place, (_, body) in enumerate(server.asked) if _is_sampled(body)]
+    assert len(drawn) == 2 * 2 and pushes[0] < drawn[0] and drawn[-1] < pushes[1]
+
+
+def _is_sampled(body):
+    return isinstance(body, dict) and body.get("max_tokens") == NEW
 
 
 def test_compare_has_vllm_as_a_side(serve, tmp_path, capsys):

@@ -17,7 +17,14 @@ from fp8rl_jax.cli.load import load_config
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
-from fp8rl_jax.config.run import ModelConfig, PagedConfig, RolloutConfig, RunConfig
+from fp8rl_jax.config.run import (
+    MeshConfig,
+    ModelConfig,
+    PagedConfig,
+    RolloutConfig,
+    RolloutMeshConfig,
+    RunConfig,
+)
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.config.training import LoraConfig, OptimizerConfig, SftConfig, TrainerConfig
 from fp8rl_jax.models.cache import KVScales
@@ -29,7 +36,7 @@ from fp8rl_jax.rollout.engine import LocalEngine
 from fp8rl_jax.rollout.sampler import generate
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.learner import step_config
-from fp8rl_jax.training.plan import PHASES, heard, memory_plan, mesh_sizes, what_fits
+from fp8rl_jax.training.plan import PHASES, heard, memory_plan, mesh_sizes, report, what_fits
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import Batch, StepConfig, _supervised_update, update_program
 from fp8rl_jax.training.text import TextRows
@@ -269,6 +276,27 @@ def test_qwen3_8b_in_bytes_by_hand():
     assert set(plan.phases) == set(PHASES) and plan.peak == max(
         plan.needs(phase) for phase in PHASES
     )
+
+
+@pytest.mark.parametrize("engine", ["static", "paged"])
+def test_a_rollout_with_devices_of_its_own_is_planned_beside_the_trainer(engine):
+    config = run_config(8, 4, 24, 100, "bfloat16")
+    config = replace(config, rollout=replace(config.rollout, engine=engine))
+    own = RolloutMeshConfig(data=2, tensor=2)
+    split = replace(config, mesh=MeshConfig(data=1, fsdp=4, rollout=own))
+    sizes = mesh_sizes(split.mesh, 8)
+    assert sizes == {"data": 1, "fsdp": 4, "expert": 1, "tensor": 1}
+    there = mesh_sizes(MeshConfig(data=2, tensor=2), 4)
+    shared, alone = memory_plan(WEIGHTS, config, sizes), memory_plan(WEIGHTS, config, there)
+    found = memory_plan(WEIGHTS, split, sizes)
+    weights = "rollout weights (bfloat16)"
+    assert shared.always.keys() - found.always.keys() == {weights}
+    assert found.rollout.always == {weights: alone.always[weights]}
+    assert found.rollout.phases == {"rollout": alone.phases["rollout"]}
+    assert found.phases["sync"][f"{weights}, on their way"] == shared.always[weights]
+    assert found.phases["backward"] == shared.phases["backward"]
+    assert found.peak == max(found.rollout.peak, *map(found.needs, found.phases))
+    assert "Rollout, on devices of its own: data 2" in report(WEIGHTS, split, sizes)[0]
 
 
 @pytest.mark.slow

@@ -10,7 +10,13 @@ import pytest
 from experiments.collectives import PROGRAMS, RECORD, configured
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.chips import CHIPS
-from fp8rl_jax.config.run import MeshConfig, PlanConfig, RolloutConfig, RunConfig
+from fp8rl_jax.config.run import (
+    MeshConfig,
+    PlanConfig,
+    RolloutConfig,
+    RolloutMeshConfig,
+    RunConfig,
+)
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.config.training import LoraConfig, SftConfig, TrainerConfig
 from fp8rl_jax.errors import UserError
@@ -48,6 +54,23 @@ def test_a_phase_takes_the_longest_of_its_bounds_and_waits_for_tensor():
     assert work.least(H200, sizes) == 3.1
     # a card without kernels of ours multiplies FP8 as 16 bits
     assert Work(fp8_flops=312e12).least(CHIPS["a100"], ONE) == 1.0
+
+
+def test_a_rollout_beside_the_trainer_hides_behind_the_longer_of_the_two():
+    own = RolloutMeshConfig(data=2, tensor=2)
+    split = replace(CONFIG, mesh=MeshConfig(data=1, fsdp=4, rollout=own))
+    there = mesh_sizes(MeshConfig(data=2, tensor=2), 4)
+    sizes = ONE | {"fsdp": 4}
+    together, alone = outlook(SHAPE, CONFIG, sizes, H200), outlook(SHAPE, CONFIG, there, H200)
+    in_step = outlook(SHAPE, split, sizes, H200)
+    rolled = alone.seconds["prefill"] + alone.seconds["decode"]
+    assert in_step.seconds["decode"] == alone.seconds["decode"] != together.seconds["decode"]
+    assert in_step.seconds["update"] == together.seconds["update"]
+    assert in_step.step == pytest.approx(sum(in_step.seconds.values()))
+    ahead = replace(split, rollout=replace(split.rollout, steps_ahead=1))
+    longer = max(rolled, in_step.seconds["update"]) + in_step.seconds["sync"]
+    assert outlook(SHAPE, ahead, sizes, H200).step == pytest.approx(longer)
+    assert largest_batch(SHAPE, split, sizes, 141e9) % 4 == 0
 
 
 @pytest.mark.parametrize(
