@@ -30,8 +30,8 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +42,9 @@ from rich.box import SIMPLE_HEAD
 
 from fp8rl_jax.config.chips import CHIPS
 from fp8rl_jax.config.formats import FLOAT32, TensorFormat
-from fp8rl_jax.config.recipe import Recipe
+from fp8rl_jax.config.recipe import PrecisionConfig, Recipe
 from fp8rl_jax.config.run import MeshConfig, RunConfig
-from fp8rl_jax.config.training import OptimizerConfig
+from fp8rl_jax.config.training import LoraConfig, OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import predequantized, rollout_policy
@@ -70,7 +70,7 @@ from fp8rl_jax.training.source import find_model
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.weights.layouts import read_quantization
 from pallas_kernels.attention import CHUNK, CHUNK_FROM
-from pallas_kernels.backend import tracing_for
+from pallas_kernels.backend import Backend, hopper_sms, tracing_for
 from pallas_kernels.matmul import selected_backend
 
 PHASES = ("rollout", "backward", "optimizer", "sync")
@@ -126,14 +126,39 @@ class _Shapes:
 
 
 def _shapes(shape: PolicyConfig, config: RunConfig) -> _Shapes:
-    recipe, dtype = config.resolved_recipe(), jnp.dtype(config.compute_dtype)
+    """What a run holds, traced once for all meshes and batches."""
+    return _traced(
+        shape,
+        config.resolved_recipe(),
+        config.rollout.decode_layers == "unroll",
+        hopper_sms(),
+        config.compute_dtype,
+        config.lora,
+        config.sft.optimizer if config.task.kind == "text" else config.optimizer,
+        config.precision.backend,
+    )
+
+
+@lru_cache(maxsize=16)
+def _traced(
+    shape: PolicyConfig,
+    recipe: Recipe,
+    unroll: bool,
+    sms: int | None,
+    compute_dtype: Literal["bfloat16", "float16", "float32"],
+    lora: LoraConfig,
+    optimizer: OptimizerConfig,
+    backend: Backend,
+) -> _Shapes:
+    """`sms`: of the GPU that is traced for, which chooses kernels, and with them what is stored."""
+    precision = PrecisionConfig(backend=backend)
+    adapted = RunConfig(compute_dtype=compute_dtype, lora=lora, precision=precision)
+    dtype = jnp.dtype(compute_dtype)
     policy = jax.eval_shape(lambda key: init_policy(shape, key), jax.random.key(0))
-    of_text = config.task.kind == "text"
-    optimizer = make_optimizer(config.sft.optimizer if of_text else config.optimizer, 1, recipe)
-    trained, frozen = adapted_shapes(policy, config, recipe)
-    state = jax.eval_shape(partial(init_state, optimizer=optimizer), join(trained, frozen))
+    rule = make_optimizer(optimizer, 1, recipe)
+    trained, frozen = adapted_shapes(policy, adapted, recipe)
+    state = jax.eval_shape(partial(init_state, optimizer=rule), join(trained, frozen))
     gradients, _ = jax.eval_shape(partial(kept_gradients, recipe=recipe), trained)
-    unroll, backend = config.rollout.decode_layers == "unroll", config.precision.backend
     served = jax.eval_shape(lambda p: rollout_policy(p, recipe, dtype, unroll, backend)[0], policy)
     kept, found = split(state.policy)[0], (state.optimizer, state.gradient_factors)
     return _Shapes(recipe, policy, trained, frozen, kept, found, gradients, served)
