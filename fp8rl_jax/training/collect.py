@@ -9,6 +9,7 @@ something, others fill the batch, and their tokens are left out of the loss.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -108,8 +109,13 @@ class Collector:
             informative.append(self._informative(drawn[-1][1]))
         return self._chosen(drawn, np.concatenate(informative))
 
+    def sampled_ahead(self, step: int, begun: threading.Event) -> Rollout:
+        """Sample a step's completions, as `Session.rollout_ahead` does."""
+        prompts = self.session.encoder.batch(self._examples(step, 0))
+        return self.session.rollout_ahead(prompts, rollout_key(self.seed, step, 0), begun)
+
     def rewarded(self, step: int, rollout: Rollout) -> Collected:
-        """Give what `collect` gave, of its completions alone; not with dynamic sampling."""
+        """Give what `collect` gives, of its completions alone; not with dynamic sampling."""
         sampled, examples = self.session.of_rollout(rollout), self._examples(step, 0)
         drawn = [(sampled, self._scores(examples, sampled), examples)]
         return self._chosen(drawn, np.ones(self.count, bool))

@@ -27,7 +27,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -161,8 +161,8 @@ class Held(NamedTuple):
 
 
 def _alone[**P, R](method: Callable[P, R]) -> Callable[P, R]:
-    """Lets a method of a session wait for those of other threads, but for what is sampled ahead:
-    each takes over what the one before has left. Arguments that it does not take are one line."""
+    """Lets a method of a session wait for those of other threads: each takes over what the one
+    before has left. Arguments that it does not take are one line."""
     signature = inspect.signature(method)
 
     @wraps(method)
@@ -171,7 +171,7 @@ def _alone[**P, R](method: Callable[P, R]) -> Callable[P, R]:
             signature.bind(self, *args, **kwargs)
         except TypeError as error:
             raise UserError(f"session.{run.__name__}: {error}") from None
-        with nullcontext() if self._is_ahead else self._in_use:
+        with self._in_use:
             return method(self, *args, **kwargs)
 
     return run
@@ -284,8 +284,6 @@ class Session:
         self.serving = Serving(engine, config, self.recipe)
         self.clock, self.step = Clock(), 0
         self._in_use, self._gone = threading.RLock(), _RELEASED
-        self._ahead: int | None = None
-        """Thread that samples ahead."""
         parts = [batch_shards(mesh) for mesh in (self.mesh, own) if mesh is not None]
         self._unit = math.lcm(_prompts_of_a_part(config), *parts)
         """What the number of a batch's prompts has to divide by."""
@@ -366,8 +364,7 @@ class Session:
                 "prompts: with rollout.paged.extra_prompts others may come back than were given, "
                 "and text does not say which; give Examples, whose index does"
             )
-        if not self._is_ahead:
-            PROGRESS.begin(self.step)
+        PROGRESS.begin(self.step)
         samples, key = self._draw(samples, key)
         encoded, count = self.encode(prompts)
         with self.serving.in_use:
@@ -381,19 +378,32 @@ class Session:
                     jax.block_until_ready(rollout.tokens)
         return self._experience(rollout, count, samples, self.sampling.temperature)
 
-    @contextmanager
-    def ahead(self) -> Generator[None]:
-        """A block in a thread of its own whose rollouts do not wait for an update in another: the
-        weights that are served at its begin sample them, and the next sync waits for its end
-        (rollout.steps_ahead)."""
-        with self.serving.in_use:
+    def rollout_ahead(
+        self, prompts: Prompts, key: Key[Array, ""], begun: threading.Event
+    ) -> Rollout:
+        """Sample in a thread of its own while another learns (rollout.steps_ahead).
+
+        The weights that are served now sample, and the next sync waits for it. Of several processes
+        only the rollout's devices exchange anything.
+
+        Args:
+            prompts: encoded, on the host, a whole batch of them.
+            key: fixes the draws.
+            begun: is set as soon as a sync would wait.
+
+        Raises:
+            RuntimeError: the weights of the last update are not served yet.
+        """
+        with self.serving.in_use, jax.set_mesh(self.mesh):
             if self.serving.due or self.serving.uncalibrated:
-                raise RuntimeError("ahead: the present weights are not served; call sync first")
-            self._ahead = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._ahead = None
+                raise RuntimeError("rollout_ahead: the weights are not served; call sync first")
+            begun.set()
+            with self.clock.part("gen"):
+                samples = self.config.rollout.samples_per_prompt
+                made = self.engine.generate(prompts, samples, self.sampling, key)
+                jax.block_until_ready(made.tokens)
+        placed = to_global(replace(made, metrics={}), batch_sharding(self.mesh))
+        return replace(placed, metrics=made.metrics)
 
     @_on_mesh
     def sample(
@@ -1031,11 +1041,6 @@ class Session:
         return self.serving.scales
 
     @property
-    def _is_ahead(self) -> bool:
-        """Whether this thread samples ahead."""
-        return self._ahead == threading.get_ident()
-
-    @property
     def carried(self) -> int:
         """Prompts whose completions are carried over to the next rollout."""
         return 0 if self._carry_over is None else self._carry_over.carried
@@ -1130,8 +1135,6 @@ class Session:
 
     def _serve(self, prompts: Sequence[Prompt] | Prompts) -> None:
         """The present weights, and scales for them, before anything is sampled."""
-        if self._is_ahead:
-            return
         if self._state is None and self._policy is None:
             raise UserError(self._gone)
         if self.serving.due:

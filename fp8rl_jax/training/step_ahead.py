@@ -1,15 +1,17 @@
-"""One step ahead (rollout.steps_ahead): the next step's completions are sampled and rewarded in a
-thread of their own while the present step is learned from.
+"""One step ahead (rollout.steps_ahead): the next step's completions are sampled in a thread while
+the present step is learned from.
+
+Where there is one process, they are rewarded there, too. Several exchange what rewards they found,
+and come to an exchange in one order, which only their main threads keep.
 
 Every step but the first learns from completions of the weights before the last update, whatever
-either side takes: what is learned is no function of timing. So what is in hand between two steps is
-in a checkpoint, and a run that goes on learns what it would have learned. Rewards are not: they
-are computed again.
+either side takes: what is learned is no function of timing. So completions in hand between two
+steps are in a checkpoint, and a run that goes on learns what it would have learned. Their rewards
+are computed again, and counters of the paged engine (rollout/*) are not kept. A run's last step
+samples nothing ahead, so one that is given more steps later has one that is on policy.
 
-The one-step off-policy pipelines of verl, NeMo RL and AReaL (arXiv 2505.24298) are the same idea;
-here it is never more than one update. A run's last step samples nothing
-ahead, so one that is given more steps later has one that is on policy. Counters of the paged engine
-(rollout/*) are not kept with the completions.
+The pipelines of verl, NeMo RL and AReaL (arXiv 2505.24298) are the same idea; here it is never more
+than one update.
 """
 
 from __future__ import annotations
@@ -38,18 +40,18 @@ class StepAhead:
         session, collector, config: of the run.
 
     Raises:
-        UserError: the run has several processes, whose exchanges would have no common order.
+        UserError: vLLM samples for several processes, which tell each other what it answers.
     """
 
     def __init__(self, session: Session, collector: Collector, config: RunConfig):
-        if jax.process_count() > 1:
+        if jax.process_count() > 1 and config.rollout.engine == "vllm":
             raise UserError(
-                "rollout.steps_ahead: exchanges of several processes would meet in no common "
-                "order; set it to 0, or start one process for all devices"
+                'rollout.steps_ahead: with rollout.engine = "vllm" it takes one process; set it '
+                "to 0, or start one for all devices"
             )
         self._session, self._collector, self._config = session, collector, config
         self._thread = ThreadPoolExecutor(1, "ahead")
-        self._begun: Future[Collected] | None = None
+        self._begun: Future[Rollout | Collected] | None = None
         self._restored: Rollout | None = None
 
     def begin(self, step: int) -> None:
@@ -61,21 +63,17 @@ class StepAhead:
 
     def collect(self, step: int) -> Collected:
         """Give what was begun for `step`, or sample it now."""
-        begun, restored = self._begun, self._restored
-        if restored is not None:
-            found = self._collector.rewarded(step, restored)
-        else:
-            found = self._collector.collect(step) if begun is None else begun.result()
+        found = self._restored if self._begun is None else self._begun.result()
         self._begun = self._restored = None
-        return found
+        if found is None:
+            return self._collector.collect(step)
+        return found if isinstance(found, Collected) else self._collector.rewarded(step, found)
 
     def saved(self) -> Rollout:
         """Give what a checkpoint holds: the completions in hand, waited for; or an empty batch."""
-        if self._begun is not None:
-            rollout = self._begun.result().experience.rollout
-        elif self._restored is not None:
-            rollout = self._restored
-        else:
+        found = self._restored if self._begun is None else self._begun.result()
+        rollout = found.experience.rollout if isinstance(found, Collected) else found
+        if rollout is None:
             rollout = _empty(self._config, self._session)
         return replace(rollout, weight_version=0, metrics={})
 
@@ -90,10 +88,9 @@ class StepAhead:
         """Wait for what is being sampled, and drop it."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _sample(self, step: int, sampling: threading.Event) -> Collected:
-        with self._session.ahead():
-            sampling.set()
-            return self._collector.collect(step)
+    def _sample(self, step: int, sampling: threading.Event) -> Rollout | Collected:
+        made = self._collector.sampled_ahead(step, sampling)
+        return made if jax.process_count() > 1 else self._collector.rewarded(step, made)
 
 
 def _empty(config: RunConfig, session: Session) -> Rollout:

@@ -2,7 +2,8 @@
 
 Arguments: run file, directory. `apart` samples on two devices beside the trainer's two; `ahead`
 does so while the trainer learns; `resumed` is that run ended behind its second step, and gone on
-with. Prints what the same updates measure with nothing done at the same time, as JSON.
+with. Prints what the same updates measure with nothing done at the same time, and the flags of
+`ahead`, as JSON.
 """
 
 import json
@@ -58,4 +59,4 @@ go("apart", *flags({"mesh": APART}))
 go("ahead", *flags(AHEAD))
 train(begun("resumed"), callbacks=[lambda step, _: step == 1])
 go("resumed", *flags(AHEAD), "--resume")
-print(json.dumps({"rows": one_after_the_other()}))
+print(json.dumps({"rows": one_after_the_other(), "flags": flags(AHEAD)}))

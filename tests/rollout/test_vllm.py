@@ -36,6 +36,7 @@ from fp8rl_jax.config.run import RolloutConfig, RunConfig
 from fp8rl_jax.config.schema import problems
 from fp8rl_jax.config.vllm import VllmConfig
 from fp8rl_jax.models.lora import join, merge, split
+from fp8rl_jax.parallel import to_host
 from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.constraints import make_constraints
 from fp8rl_jax.rollout.sync import SyncContext
@@ -162,16 +163,13 @@ def test_what_is_sampled_ahead_is_of_the_weights_before_the_update(serve):
     session = make_session(address=server.address, directory=made().settings.directory)
     first, begun = session.rollout(["1+2=", "hello"]), Event()
 
-    def sample_ahead():
-        with session.ahead():
-            begun.set()
-            return session.rollout(["1+2=", "hello"], key=rollout_key(session.config.seed, 0, 0))
-
+    given = to_host(first.rollout.prompts), rollout_key(session.config.seed, 0, 0), begun
     with ThreadPoolExecutor(1) as thread:
-        second = thread.submit(sample_ahead)
+        second = thread.submit(session.rollout_ahead, *given)
         begun.wait()
         session.update(first, [-float(len(row)) for row in first.tokens])
-    assert second.result().texts == first.texts and second.result().weight_version == 1
+    assert session.of_rollout(second.result()).tokens == first.tokens
+    assert second.result().weight_version == 1
     assert server.pushes == session.engine.version == 2
     pushes = [place for place, each in enumerate(server.asked) if is_push(*each)]
     drawn = [place for place, (_, body) in enumerate(server.asked) if _is_sampled(body)]
