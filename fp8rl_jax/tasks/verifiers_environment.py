@@ -21,7 +21,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any, NoReturn
 
 from fp8rl_jax.config.tasks import TaskConfig
@@ -221,20 +221,19 @@ class _Library:
 
     def __init__(self):
         try:
-            installed = version("verifiers")
             load = getattr(import_module("verifiers"), "load_environment", None)
             if load is None:
                 raise UserError(
-                    f"verifiers {installed} has no load_environment: its environments run agents "
-                    "as programs of their own (verifiers.v1), which are not played here; pip "
-                    "install 'verifiers<0.4'"
+                    f"verifiers {version('verifiers')} has no load_environment: its environments "
+                    "run agents as programs of their own (verifiers.v1), which are not played "
+                    "here; pip install 'verifiers<0.4'"
                 )
             clients, self.types, errors, environments = (
                 import_module(f"verifiers.{name}")
                 for name in ("clients.client", "types", "errors", "envs.environment")
             )
-        except (PackageNotFoundError, ModuleNotFoundError) as fault:
-            lacks = fault.name or "verifiers"
+        except ModuleNotFoundError as fault:
+            lacks = fault.name
             if lacks == "verifiers.clients":
                 lacks = f"verifiers 0.1.12 or later, not {version('verifiers')}"
             raise UserError(
