@@ -1,10 +1,10 @@
 """Environments of the library `verifiers` (Prime Intellect), an extra: task.kind = "verifiers".
 
-They are those that `verifiers.load_environment` loads, up to verifiers 0.3. Such an environment
-plays a rollout itself and asks a client for the model's turns, and so it does here: the client
-answers with what the policy has said so far and stops the rollout where it is asked for more. What
-it was asked with is the observation. A rollout that ends by itself is scored by the environment's
-rubric. Prompts, replies, ends and rewards are therefore the library's own.
+They are those that `verifiers.load_environment` loads, of versions 0.1.14 to 0.3. Such an
+environment plays a rollout itself and asks a client for the model's turns, and so it does here: the
+client answers with what the policy has said so far and stops the rollout where it is asked for
+more. What it was asked with is the observation. A rollout that ends by itself is scored by the
+environment's rubric. Prompts, replies, ends and rewards are therefore the library's own.
 
 As with every environment a worker keeps nothing between two turns: it plays the earlier ones again,
 and checks that it is asked what it was asked then.
@@ -228,19 +228,20 @@ class _Library:
                     "run agents as programs of their own (verifiers.v1), which are not played "
                     "here; pip install 'verifiers<0.4'"
                 )
-            clients, self.types, errors, environments = (
-                import_module(f"verifiers.{name}")
-                for name in ("clients.client", "types", "errors", "envs.environment")
-            )
-        except ModuleNotFoundError as fault:
-            lacks = fault.name
-            if lacks == "verifiers.clients":
-                lacks = f"verifiers 0.1.12 or later, not {version('verifiers')}"
-            raise UserError(
-                f"task.kind = \"verifiers\" needs {lacks}: pip install 'fp8rl_jax[verifiers]'"
-            ) from fault
+            environments = import_module("verifiers.envs.environment")
+            if not hasattr(environments.Environment, "requires_group_rollouts"):
+                raise UserError(
+                    'task.kind = "verifiers" needs verifiers 0.1.14 or later, not '
+                    f"{version('verifiers')}: pip install 'fp8rl_jax[verifiers]'"
+                )
+            clients, errors = map(import_module, ("verifiers.clients.client", "verifiers.errors"))
+            self.types = import_module("verifiers.types")
         except UserError:
             raise
+        except ModuleNotFoundError as fault:
+            raise UserError(
+                f"task.kind = \"verifiers\" needs {fault.name}: pip install 'fp8rl_jax[verifiers]'"
+            ) from fault
         # whatever of its requirements does not fit it
         except Exception as fault:
             raise UserError(f"verifiers does not import: {describe_fault(fault)}") from fault
@@ -299,10 +300,11 @@ def _load(task: TaskConfig) -> tuple[_Library, Any]:
         raise UserError(f"{key}: {_why(fault)}") from fault
     finally:
         for number, handler in kept.items():
-            signal.signal(number, handler)
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
     if not isinstance(environment, library.environment):
         raise UserError(f"{key} is a {type(environment).__name__}, and no Environment of verifiers")
-    if getattr(environment, "requires_group_rollouts", False):
+    if environment.requires_group_rollouts:
         raise UserError(
             f"{key} rewards the completions of a prompt together (a reward function with "
             "parameters in the plural); each is scored alone here"

@@ -52,18 +52,18 @@ def test_without_the_library_a_line_says_what_to_install(monkeypatch):
     ("version", "names", "said"),
     [
         ("0.4.0", [], r"verifiers 0.4.0 has no load_environment.*pip install 'verifiers<0.4'$"),
-        ("0.1.9", ["load_environment"], r"needs verifiers 0.1.12 or later, not 0.1.9: pip"),
+        (
+            "0.1.12",
+            ["load_environment", "Environment"],
+            r"needs .* 0.1.14 or later, not 0.1.12: pip",
+        ),
     ],
 )
 def test_a_version_without_these_environments_is_one_line(monkeypatch, version, names, said):
     module = ModuleType("verifiers")
-    module.__path__ = []
     vars(module).update(dict.fromkeys(names, object))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "verifiers"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "verifiers", module)
-    # the finder of verifiers 0.3, which gives old names to its modules
-    monkeypatch.setattr(sys, "meta_path", [x for x in sys.meta_path if "Legacy" not in repr(x)])
+    for name in ("verifiers", "verifiers.envs", "verifiers.envs.environment"):
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(verifiers_environment, "version", lambda _: version)
     with pytest.raises(UserError, match=said) as raised:
         load_splits(task_of())

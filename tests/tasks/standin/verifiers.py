@@ -1,4 +1,4 @@
-"""What fp8rl_jax and environments use of the library `verifiers`, 0.1.12 to 0.3, for where it is not
+"""What fp8rl_jax and environments use of the library `verifiers`, 0.1.14 to 0.3, for where it is not
 installed. The tests of test_verifiers_environment.py hold with it and with the library itself."""
 
 import copy
