@@ -9,6 +9,7 @@ VENV := .venv
 VLLM := .vllm
 VLLM_IN_PROCESS := .vllm-in-process
 PEERS := .peers
+VERIFIERS := .verifiers
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TOOLCHAIN := pallas_kernels/check/toolchain.txt
@@ -28,7 +29,7 @@ UNOPTIMIZED := --xla_backend_optimization_level=0 --xla_backend_extra_options=xl
 # what is used: with pip 26, which the first line of the install brings, a new .venv takes half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo ablation test slow night chaos vllm test-vllm vllm-in-process test-vllm-in-process peers hopper kept mutants toolchain lint browser docs clean
+.PHONY: help install demo ablation test slow night chaos vllm test-vllm vllm-in-process test-vllm-in-process verifiers test-verifiers peers hopper kept mutants toolchain lint browser docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -122,6 +123,20 @@ vllm-in-process: $(VLLM_IN_PROCESS)/.installed ## make .vllm-in-process, an envi
 
 test-vllm-in-process: vllm-in-process ## the rollout engine with a real vLLM in its process
 	VLLM_CPU_KVCACHE_SPACE=1 $(VLLM_IN_PROCESS)/bin/python -m pytest -m in_process $(PYTEST_ARGS)
+
+# The library `verifiers` needs mcp 1 and vLLM mcp 2, so that the extra dev, which is installed beside vLLM too, is
+# without it. In .venv a stand-in of the tests takes its place.
+$(VERIFIERS)/.installed: pyproject.toml constraints.txt | install
+	@echo "Installing verifiers and this project into $(VERIFIERS) (about two minutes)"
+	@$(BIN)/python -m venv $(VERIFIERS)
+	@$(VERIFIERS)/bin/pip install -qq --no-compile -c constraints.txt pip setuptools
+	@$(VERIFIERS)/bin/pip install -qq --no-compile --no-build-isolation -c constraints.txt -e '.[envs,dev,verifiers]'
+	@touch $@
+
+verifiers: $(VERIFIERS)/.installed ## make .verifiers, an environment with the library verifiers and this project
+
+test-verifiers: verifiers ## task.kind = "verifiers" with the library itself
+	$(VERIFIERS)/bin/python -m pytest tests/tasks/test_verifiers_environment.py $(PYTEST_ARGS)
 
 # The check against others needs torch and transformers, which this project does not. Python 3.11 gets torch for a CPU.
 $(PEERS)/.installed:

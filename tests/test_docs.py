@@ -191,7 +191,7 @@ def anywhere(tmp_path, monkeypatch):
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
     for name in ("RUN.toml", "base.toml", "recipe.toml", "topr.toml", "run.toml"):
         (tmp_path / name).touch()
-    for page in (GUIDES / "data.md", GUIDES / "reward.md"):
+    for page in (GUIDES / name for name in ("data.md", "reward.md", "verifiers.md")):
         for _, name, code in re.findall(
             r"^```(python|toml)\n# (\w+\.\w+)\n(.*?)^```", page.read_text(), re.M | re.S
         ):

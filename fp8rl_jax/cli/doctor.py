@@ -280,7 +280,7 @@ def _rewards(files: Sequence[str], faults: list[str]) -> list[str]:
     from fp8rl_jax.tasks.verifiers import check_rewards
 
     task = load_config(RunConfig, list(files), "fp8rl doctor").task
-    if task.kind == "environment":
+    if task.is_environment:
         return ["an environment rewards its own steps: there is no answer to compare with"]
     try:
         train, held_out = load_splits(task)

@@ -18,7 +18,7 @@ def gate(config: GateRun) -> int:
     from fp8rl_jax.rollout.offline import check_writable, write_lines
 
     asked = config.gate
-    if config.task.kind in ("environment", "text"):
+    if config.task.is_environment or config.task.kind == "text":
         raise UserError(
             f"task.kind = {config.task.kind!r}: the gate samples one completion of each prompt; "
             "give it a task of prompts"

@@ -22,6 +22,7 @@ _BUILT_IN_REWARDS = ("exact", "math_verify", "reasoning_gym", *_SHAPING_REWARDS)
 
 Extract = Literal["whole", "last_number", "answer_tag", "boxed", "after_hashes"]
 _KINDS_OF_ROWS = ("module", "jsonl", "dataset", "python")
+_ENVIRONMENTS = ("environment", "verifiers")
 _TEMPLATE_FIELDS = ("question", "answer", "metadata")
 
 
@@ -102,7 +103,9 @@ class RewardConfig:
             return dict(self.weights)
         if self.function:
             return {self.function.rpartition(":")[2]: 1.0}
-        return {kind if kind in ("reasoning_gym", "environment") else "exact": 1.0}
+        if kind in _ENVIRONMENTS:
+            return {"environment": 1.0}
+        return {"reasoning_gym" if kind == "reasoning_gym" else "exact": 1.0}
 
     def decides(self, kind: str) -> str:
         """Name the component that decides accuracy; empty where that is left open."""
@@ -165,7 +168,7 @@ class RewardConfig:
                 f"task.reward.function and {key} are both given; name the function in "
                 "task.reward.functions instead"
             )
-        if kind == "environment" and (self.weights or self.function or self.extract != "whole"):
+        if kind in _ENVIRONMENTS and (self.weights or self.function or self.extract != "whole"):
             yield (
                 "task.reward: an environment rewards its own steps; take function, weights and "
                 "extract out"
@@ -280,30 +283,41 @@ class TaskConfig:
     """Problems and their reward."""
 
     kind: Literal[
-        "reasoning_gym", "module", "jsonl", "dataset", "environment", "python", "text"
+        "reasoning_gym",
+        "module",
+        "jsonl",
+        "dataset",
+        "environment",
+        "verifiers",
+        "python",
+        "text",
     ] = "reasoning_gym"
     """A reasoning-gym generator; a Python function that returns a list of {"prompt", "answer"}
     dictionaries (their other keys become metadata; they may have the names that TRL and verl give
     them); files of such dictionaries, as JSON lines, a JSON list or Parquet; a data set that
     Hugging Face's `datasets` loads, by name or path; a class whose problems are conversations with
-    it, of max_turns turns; or problems that the run got in Python, which a file cannot name. text:
-    no problems, but text to learn by heart, of `fp8rl pretrain`."""
+    it, of max_turns turns; an environment of the library `verifiers`, likewise; or problems that
+    the run got in Python, which a file cannot name. text: no problems, but text to learn by heart,
+    of `fp8rl pretrain`."""
     name: str = "spell_backward"
     """The generator's name; `module:function` or `path/to/file.py:function`; the file's path or a
     pattern such as data/*.jsonl; what `datasets.load_dataset` takes ("openai/gsm8k", a folder, a
-    file) or `save_to_disk` wrote; `module:Class` or `path/to/file.py:Class`; of kind python what
-    the problems were, such as "list of 800"; of kind text files or a pattern (one document each, or
-    JSON lines with a `text` each), or a corpus that `fp8rl fetch` knows ("kjv")."""
+    file) or `save_to_disk` wrote; `module:Class` or `path/to/file.py:Class`; what
+    `verifiers.load_environment` takes ("gsm8k"); of kind python what the problems were, such as
+    "list of 800"; of kind text files or a pattern (one document each, or JSON lines with a `text`
+    each), or a corpus that `fp8rl fetch` knows ("kjv")."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Parameters of the generator, or keyword arguments of the function or class: args = {
-    min_word_len = 3, max_word_len = 4 }."""
+    """Parameters of the generator, or keyword arguments of the function, the class or the
+    environment's `load_environment`: args = { min_word_len = 3, max_word_len = 4 }."""
     subset: str = ""
     """Configuration of a data set of kind dataset, such as "main" of openai/gsm8k; empty: its only
     one."""
     split: str = "train"
-    """Split of it that is trained on."""
+    """Split of it that is trained on; of kind verifiers "train" or "eval", which is the
+    environment's data set for evaluation."""
     eval_split: str = ""
-    """Split that is held out, as eval_path is: of that, or of name where that is empty."""
+    """Split that is held out, as eval_path is: of that, or of name where that is empty; of kind
+    verifiers "eval" or none."""
     eval_path: str = ""
     """Held-out problems, or text: files, as name is of jsonl or text; of kind dataset another data
     set, by name or path ("HuggingFaceH4/aime_2024"), its split train unless eval_split says
@@ -314,7 +328,7 @@ class TaskConfig:
     """Columns under other names. All others are metadata, and a reward that has a parameter of a
     column's name gets it."""
     max_turns: int = 1
-    """Completions of one episode, at most; other kinds than environment have one. Above 1 an
+    """Completions of one episode, at most; other kinds than environments have one. Above 1 an
     episode's reward is the sum over its turns, what the environment says is masked from the loss,
     and rollout.max_prompt_tokens bounds the conversation."""
     train_size: int = 0
@@ -346,6 +360,11 @@ class TaskConfig:
         return bool(self.eval_path or self.eval_split)
 
     @property
+    def is_environment(self) -> bool:
+        """Whether its problems answer back: workers play turns, and score no completions."""
+        return self.kind in _ENVIRONMENTS
+
+    @property
     def python_objects(self) -> dict[str, str]:
         """{key: `<python>:NAME`} of the functions and the class that the run got in Python."""
         specs = self.reward.specs | ({"task.name": self.name} if self.kind == "environment" else {})
@@ -373,8 +392,8 @@ class TaskConfig:
             (self.seed >= 0, f"task.seed = {self.seed} must not be negative"),
             (
                 bool(self.name),
-                "task.name is empty; give a reasoning-gym generator, module:function, a file or a "
-                "data set",
+                "task.name is empty; give a reasoning-gym generator, module:function, a file, a "
+                "data set or an environment",
             ),
             (
                 self.kind not in ("module", "environment") or is_function_spec(self.name),
@@ -392,10 +411,20 @@ class TaskConfig:
                 f'of task.kind = "{self.kind}" are none; take it out',
             ),
             (
-                self.kind == "dataset"
+                self.kind in ("dataset", "verifiers")
                 or (self.subset, self.split, self.eval_split) == ("", "train", ""),
                 'task.subset, task.split and task.eval_split belong to task.kind = "dataset", and '
                 f"this one is {self.kind!r}",
+            ),
+            (
+                self.kind != "verifiers"
+                or (
+                    not self.subset
+                    and (self.split, self.eval_split)
+                    in (("train", ""), ("train", "eval"), ("eval", ""))
+                ),
+                'task.kind = "verifiers": an environment has no task.subset, task.split is "train" '
+                'or "eval", and task.eval_split "eval", beside a task.split of "train", or none',
             ),
             (
                 not self.names_held_out or self.eval_size != 0,
@@ -412,15 +441,16 @@ class TaskConfig:
                 "out",
             ),
             (
-                self.answer_extract == "whole" or self.kind not in ("reasoning_gym", "environment"),
+                self.answer_extract == "whole"
+                or self.kind not in ("reasoning_gym", *_ENVIRONMENTS),
                 f'task.answer_extract: problems of task.kind = "{self.kind}" bring their own '
                 "scorer; take it out",
             ),
             (self.max_turns >= 1, f"task.max_turns = {self.max_turns} must be at least 1"),
             (
-                self.max_turns == 1 or self.kind == "environment",
-                f'task.max_turns = {self.max_turns}: only task.kind = "environment" has several '
-                "turns",
+                self.max_turns == 1 or self.is_environment,
+                f'task.max_turns = {self.max_turns}: only task.kind = "environment" and '
+                '"verifiers" have several turns',
             ),
         ]
         faults = [message for holds, message in checks if not holds] + list(

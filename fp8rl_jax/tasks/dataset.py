@@ -252,7 +252,7 @@ class _Distinct(Iterator[tuple]):
         prompts: dict[str, str] | None = None,
     ):
         self.task, self.rows, self.endless, self.faults = task, iter(rows), endless, faults
-        self.prompts: dict[str, str] = {} if prompts is None else prompts  # -> answer
+        self.prompts: dict[str, str] = {} if prompts is None else prompts  # key -> answer
         self.duplicates = self.contradicting = 0
         self.repeated: list[str] = []
 
@@ -262,8 +262,9 @@ class _Distinct(Iterator[tuple]):
             entry = next(self.rows)
             prompt = render_prompt(self.task.prompt_template, entry)
             answer = "" if entry["answer"] is None else str(entry["answer"])
-            if prompt not in self.prompts:
-                self.prompts[prompt] = answer
+            key = self._key(prompt, entry)
+            if key not in self.prompts:
+                self.prompts[key] = answer
                 target = (
                     _render(self.task.answer_template, entry, "task.answer_template")
                     if answer
@@ -272,9 +273,17 @@ class _Distinct(Iterator[tuple]):
                 return prompt, self._result(answer, entry), target, entry
             repeats += 1
             self.duplicates += 1
-            self.contradicting += answer != self.prompts[prompt]
+            self.contradicting += answer != self.prompts[key]
             self.repeated += [entry["source"]] if "source" in entry else []
         raise StopIteration
+
+    def _key(self, prompt: str, entry: Row) -> str:
+        """What tells a problem from others: the prompt; of an environment of `verifiers` its row,
+        since a game's rows may all have the same prompt."""
+        if self.task.kind != "verifiers":
+            return prompt
+        row = {key: value for key, value in entry["metadata"].items() if key != "example_id"}
+        return prompt + json.dumps(row, sort_keys=True)
 
     def _result(self, answer: str, entry: Row) -> str:
         how = self.task.answer_extract

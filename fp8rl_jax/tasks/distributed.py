@@ -35,15 +35,19 @@ def score_distributed(
         own = pool.score(
             [examples[row // repeats] for row in rows], [completions[row] for row in rows]
         )
-    first_error = next(filter(None, gather_text(own.first_error)), "")
-    table = np.zeros((3 + len(own.components), len(completions)), np.float32)
-    table[:, rows] = own.rewards, own.correct, own.failed, *own.components.values()
+    shares = [json.loads(x) for x in gather_text(json.dumps([own.first_error, *own.components]))]
+    first_error = next((error for error, *_ in shares if error), "")
+    # a process whose turns all failed knows no metric of its environment
+    names = list(dict.fromkeys(name for _, *known in shares for name in known))
+    table = np.zeros((3 + len(names), len(completions)), np.float32)
+    scored = [own.components.get(name, np.zeros_like(own.rewards)) for name in names]
+    table[:, rows] = own.rewards, own.correct, own.failed, *scored
     (rewards, correct, failed, *components), timeouts = sum_over_processes(
         (table, np.int32(own.timeouts))
     )
     return Scores(
         rewards=rewards,
-        components=dict(zip(own.components, components, strict=True)),
+        components=dict(zip(names, components, strict=True)),
         correct=correct > 0,
         failed=failed > 0,
         errors=int(failed.sum() - timeouts),
@@ -54,7 +58,7 @@ def score_distributed(
 
 
 def play_distributed(
-    pool: RewardPool, episodes: Sequence[Episode], completions: Sequence[str]
+    pool: RewardPool, episodes: Sequence[Episode], completions: Sequence[str | None]
 ) -> Scores:
     """Play a turn as `pool.play` does, each process its share.
 

@@ -46,7 +46,8 @@ class EnvironmentFault(Exception):
 
 
 Turn = dict[str, Any]
-"""What a turn led to: observation (list of messages), reward (float), done (bool)."""
+"""What a turn led to: observation (list of messages), reward (float), done (bool); and metrics
+({name: float}) of one that was the last, where the environment has some."""
 
 
 def build_player(

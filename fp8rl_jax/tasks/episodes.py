@@ -17,7 +17,7 @@ stays in the context that it was sampled in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from jaxtyping import Int
 
 from fp8rl_jax.tasks.conversation import Conversation, chat_messages, transcript
 from fp8rl_jax.tasks.dataset import Example
-from fp8rl_jax.tasks.scores import Scores
+from fp8rl_jax.tasks.scores import Scores, metrics_of
 
 if TYPE_CHECKING:
     from fp8rl_jax.models.logprobs import Support
@@ -69,6 +69,8 @@ class Episode:
     """A turn raised, timed out, or broke the protocol: the episode has no reward of its own."""
     truncated: bool = False
     """It ended for want of room, with the reward that it had by then."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the environment's last turn brought besides."""
 
     @property
     def prompt(self) -> str:
@@ -99,6 +101,16 @@ class Episode:
         """End the episode for want of room."""
         return replace(self, done=True, truncated=True)
 
+    def concluded(self, turn: dict[str, Any] | None) -> Episode:
+        """Return a truncated episode with what its environment scores it; None: that failed."""
+        failed = turn is None
+        return replace(
+            self,
+            reward=0.0 if failed else self.reward + turn["reward"],
+            failed=failed,
+            metrics={} if failed else turn.get("metrics", {}),
+        )
+
     def after(
         self, sampled: Sampled, completion: str, turn: dict[str, Any] | None, max_turns: int
     ) -> Episode:
@@ -117,6 +129,7 @@ class Episode:
             reward=0.0 if failed else self.reward + turn["reward"],
             done=turn["done"] or len(self.turns) + 1 == max_turns,
             failed=failed,
+            metrics=turn.get("metrics", {}),
         )
 
 
@@ -125,7 +138,7 @@ def episode_scores(
 ) -> Scores:
     """Compute the scores of whole episodes from those of their turns.
 
-    Rewards are sums, and an episode is correct from a sum of 1 on.
+    Rewards are sums, and an episode is correct from a sum of 1 on. Metrics are those of last turns.
     """
     sums = np.array([episode.reward for episode in episodes], np.float64)
     failed = np.array([episode.failed for episode in episodes], bool)
@@ -133,7 +146,8 @@ def episode_scores(
     rewards = (sums if partial_credit else correct).astype(np.float32)
     return Scores(
         rewards=rewards,
-        components={"environment": sums.astype(np.float32)},
+        components=metrics_of([{"metrics": episode.metrics} for episode in episodes])
+        | {"environment": sums.astype(np.float32)},
         correct=correct,
         failed=failed,
         errors=sum(turn.errors for turn in turns),

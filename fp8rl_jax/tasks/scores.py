@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int
+
+
+def metrics_of(turns: Sequence[Mapping[str, Any] | None]) -> dict[str, Float32[np.ndarray, " B"]]:
+    """Return {name: value of each turn} of the metrics that turns brought, 0 where one has none."""
+    given = [(turn or {}).get("metrics", {}) for turn in turns]
+    names = dict.fromkeys(name for metrics in given for name in metrics)
+    return {
+        name: np.array([metrics.get(name, 0.0) for metrics in given], np.float32) for name in names
+    }
 
 
 @dataclass(frozen=True)
@@ -17,7 +26,8 @@ class Scores:
     rewards: Float32[np.ndarray, " B"]
     """Weighted sum of the components; 0 where scoring failed."""
     components: dict[str, Float32[np.ndarray, " B"]]
-    """Scores of each reward before its weight; 0 where scoring failed."""
+    """Scores of each reward before its weight, and an environment's metrics; 0 where scoring
+    failed."""
     correct: Bool[np.ndarray, " B"]
     """Score of at least 1 by the reward that decides; accuracy is the mean."""
     failed: Bool[np.ndarray, " B"]
@@ -31,17 +41,21 @@ class Scores:
     seconds: float
     """From submission to the last score."""
     turns: list[dict[str, Any] | None] = field(default_factory=list)
-    """What an environment made of each completion: observation, reward, done; None where that
-    failed, empty elsewhere."""
+    """What an environment made of each completion: observation, reward, done, and of some metrics;
+    None where that failed, empty elsewhere."""
 
     @classmethod
     def join(cls, parts: Sequence[Scores]) -> Scores:
         """Join the scores of several calls, one after the other."""
+        names = dict.fromkeys(name for part in parts for name in part.components)
         return cls(
             rewards=np.concatenate([part.rewards for part in parts]),
             components={
-                name: np.concatenate([part.components[name] for part in parts])
-                for name in parts[0].components
+                # an environment's metrics, where all turns of a part failed
+                name: np.concatenate(
+                    [part.components.get(name, np.zeros_like(part.rewards)) for part in parts]
+                )
+                for name in names
             },
             correct=np.concatenate([part.correct for part in parts]),
             failed=np.concatenate([part.failed for part in parts]),

@@ -1,5 +1,5 @@
-"""Where problems come from, by task.kind: a generator, a function, files, a data set, an
-environment, Python objects.
+"""Where problems come from, by task.kind: a generator, a function, files, a data set, environments,
+Python objects.
 
 A file has one object a row, with a prompt, an answer, and whatever else as metadata: JSON lines or
 one JSON list, packed by gzip or not, or Parquet.
@@ -46,6 +46,7 @@ from fp8rl_jax.tasks.environment import first_prompts
 from fp8rl_jax.tasks.hf_datasets import load_rows, named_elsewhere
 from fp8rl_jax.tasks.python_objects import length
 from fp8rl_jax.tasks.rewards import create_reasoning_gym
+from fp8rl_jax.tasks.verifiers_environment import read_rows
 
 # Generators seed their problem i with seed + i; this distance keeps the problems of neighbouring
 # seeds apart.
@@ -170,6 +171,8 @@ def held_out_rows(task: TaskConfig, given: Any, size: int) -> tuple[list[Row], s
     elif task.kind == "dataset":
         place = (task.eval_path, "") if task.eval_path else (task.name, task.subset)
         problems = _of_split(task, *place, task.eval_split or "train")
+    elif task.kind == "verifiers":
+        problems = _of_verifiers(task, task.eval_split)
     else:
         needed = bool(comparing_reward(task))
         problems = read_problems(task.eval_path, key, needed, task.fields)
@@ -181,6 +184,25 @@ def _environment_rows(task: TaskConfig, given: Any) -> Iterator[Row]:
         task, count(_first_seed(task)), {task.name: given} if given is not None else {}
     ):
         yield {"question": prompt, "answer": None, "metadata": {"seed": seed}}
+
+
+def _verifiers_rows(task: TaskConfig, given: Any) -> Sequence[Row]:
+    return shuffled(_of_verifiers(task, task.split), task.seed)
+
+
+def _of_verifiers(task: TaskConfig, split: str) -> list[Row]:
+    problems, faults = [], []
+    for where, row, prompt in read_rows(task, split):
+        try:
+            plain = _plain(row)
+        except Damaged as fault:
+            faults.append((where, str(fault)))
+            continue
+        answer = plain.get("answer")
+        answer = str(answer) if isinstance(answer, str | int | float) else None
+        problems.append({"question": prompt, "answer": answer, "metadata": plain, "source": where})
+    refuse(faults, "rows")
+    return problems
 
 
 def _python_rows(task: TaskConfig, given: Any) -> Iterable[Row]:
@@ -671,6 +693,7 @@ LOADERS: dict[str, Callable[[TaskConfig, Any], Iterable[Row]]] = {
     "jsonl": _jsonl_rows,
     "dataset": _dataset_rows,
     "environment": _environment_rows,
+    "verifiers": _verifiers_rows,
     "python": _python_rows,
 }
 """Source of problems by task.kind, of the task and of what was given in Python: a data set, or an

@@ -377,7 +377,7 @@ def play(
     """Play `samples` episodes of each problem, of at most `pool.task.max_turns` turns.
 
     An episode whose next prompt, the conversation so far, has more tokens than `encoder.width` ends
-    there, truncated.
+    there, truncated; an environment of `verifiers` then scores it as it is.
 
     Args:
         engine, encoder, pool: who answers, in which tokens, and who plays the environments.
@@ -422,6 +422,13 @@ def play(
                     prompts[i] = encoder.next_turn(episodes[i])
                     if len(prompts[i]) > encoder.width:
                         episodes[i] = episodes[i].truncate()
+            cut = [i for i in live if episodes[i].truncated]
+            if cut and pool.task.kind == "verifiers":  # rewarded at the end alone
+                with clock.part("reward"):
+                    ends = play_distributed(pool, [episodes[i] for i in cut], [None] * len(cut))
+                scores.append(ends)
+                for i, end in zip(cut, ends.turns, strict=True):
+                    episodes[i] = episodes[i].concluded(end)
     return episodes, episode_scores(episodes, scores, pool.task.reward.partial_credit)
 
 

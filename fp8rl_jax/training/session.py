@@ -444,7 +444,8 @@ class Session:
         samples: int | None = None,
         key: Key[Array, ""] | None = None,
     ) -> tuple[Experience, Scores]:
-        """Play episodes of several turns with environments (task.kind = "environment").
+        """Play episodes of several turns with environments (task.kind = "environment" or
+        "verifiers").
 
         Gives the episodes and what they earned.
 

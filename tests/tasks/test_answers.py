@@ -137,6 +137,13 @@ def test_what_is_no_answer_is_refused(line):
         {"done": 1},
         {"done": True},
         {"more": 1},
+        {"metrics": None},
+        {"metrics": {"tries": "1"}},
+        {"metrics": {"tries": 2e15}},
+        {"metrics": {"": 1.0}},
+        {"metrics": {"a\nb": 1.0}},
+        {"metrics": {"x" * 201: 1.0}},
+        {"metrics": {str(i): 0.0 for i in range(201)}},
     ],
 )
 def test_what_is_no_turn_is_refused(change):

@@ -13,6 +13,7 @@ from fp8rl_jax.tasks.conversation import Conversation, chat_messages
 from fp8rl_jax.tasks.dataset import Example, load_splits
 from fp8rl_jax.tasks.episodes import Episode, Sampled, episode_scores, join_turns
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
+from fp8rl_jax.tasks.scores import Scores
 
 NO_PROBLEM = Example(0, "", "", "", {})
 ENVIRONMENTS = Path(__file__).with_name("environment_examples.py")
@@ -176,6 +177,26 @@ def test_a_conversation_is_text_and_messages():
     assert chat_messages(conversation, "be brief")[0] == {"role": "system", "content": "be brief"}
     own = Conversation([{"role": "system", "content": "shout"}, {"role": "user", "content": "hi"}])
     assert chat_messages(own, "be brief") == list(own.messages)
+
+
+def test_metrics_of_last_turns_stand_beside_the_reward():
+    turns = [{"metrics": {"tries": 3.0}}, {}, None]
+    ends = [
+        turn if turn is None else {"observation": [], "reward": 0.5, "done": True, **turn}
+        for turn in turns
+    ]
+    episodes = [Episode(NO_PROBLEM).after(NOTHING, "x", end, 4) for end in ends]
+    goes_on = {"observation": [{"role": "user", "content": "?"}], "reward": 0.25, "done": False}
+    cut = Episode(NO_PROBLEM).after(NOTHING, "x", goes_on, 4).truncate()
+    episodes += [cut.concluded(ends[0]), cut.concluded(None)]
+    scores = episode_scores(episodes, [], partial_credit=True)
+    assert scores.components["tries"].tolist() == [3, 0, 0, 3, 0]
+    assert scores.components["environment"].tolist() == [0.5, 0.5, 0, 0.75, 0]
+    assert scores.failed.tolist() == [False, False, True, False, True]
+    assert scores.metrics()["rewards/tries/mean"] == 2
+    # a part in which no episode has any
+    whole = Scores.join([episode_scores(episodes[1:2], [], True), scores])
+    assert whole.components["tries"].tolist() == [0, 3, 0, 0, 3, 0]
 
 
 def sampled(prompt, tokens):

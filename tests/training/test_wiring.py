@@ -1273,6 +1273,33 @@ def test_an_episode_whose_conversation_has_no_room_ends_and_keeps_its_reward():
     assert [len(asked.prompts.ids) for asked in engine.asked] == [4, 4, 4]
 
 
+def test_an_episode_without_room_is_scored_where_the_end_alone_is_rewarded():
+    class AtTheEnd(Pool):
+        def play(self, episodes, texts):
+            job = ScoreJob([()] * len(texts), self.task)
+            for row, (episode, text) in enumerate(zip(episodes, texts, strict=True)):
+                self.calls.append((episode.example.index, text, len(episode.history)))
+                said, end = [{"role": "user", "content": "?"}], text is None
+                turn = {"observation": said, "reward": 0.5 * end, "done": end}
+                job.record(row, turn | ({"metrics": {"ends": 1.0}} if end else {}), None)
+            return job.scores()
+
+    task = TaskConfig(kind="verifiers", name="x", max_turns=2)
+    examples = [Example(0, "?", "", "", {}), Example(1, "longest?", "", "", {})]
+    engine, encoder = Engine(lambda *_: "abc"), PromptEncoder(ByteTokenizer(), "", 12)
+    pool = AtTheEnd(task)
+    episodes, scores = play(
+        engine, encoder, pool, examples, 1, Sampling(WIDTH), jax.random.key(0), Clock()
+    )
+    assert pool.calls == [(0, "abc", 0), (1, "abc", 0), (1, None, 1), (0, "abc", 1)]
+    assert [(e.truncated, e.done, len(e.turns)) for e in episodes] == [
+        (False, True, 2),
+        (True, True, 1),
+    ]
+    assert scores.rewards.tolist() == [0, 0.5]
+    assert scores.components["ends"].tolist() == [0, 1]
+
+
 def test_rows_of_episodes_carry_the_log_probabilities_and_advantages_of_their_own():
     """Two episodes of two turns, joined in a row each, and an empty row; the observations between
     the turns are not sampled."""
@@ -1363,8 +1390,8 @@ def in_two_processes(monkeypatch):
     """Two processes, one after the other: each stops where it tells its part, then both are given
     the parts of both."""
 
-    def run(call, task):
-        told, pools, results = defaultdict(dict), [Pool(task), Pool(task)], {}
+    def run(call, task, kind=Pool):
+        told, pools, results = defaultdict(dict), [kind(task), kind(task)], {}
         for number in (0, 1, 0, 1, 0):
             process = SimpleNamespace(
                 process_index=lambda number=number: number, process_count=lambda: 2
@@ -1405,6 +1432,27 @@ def test_processes_score_each_completion_once_and_know_all_scores(in_two_process
         assert found.components.keys() == whole.components.keys()
         jax.tree.map(np.testing.assert_array_equal, found.components, whole.components)
         assert (found.errors, found.timeouts) == (1, 1) and 0 <= found.seconds < 60
+
+
+def test_processes_know_a_metric_that_only_one_of_them_has(in_two_processes):
+    class Measured(Pool):
+        def score(self, examples, completions):
+            self.calls.append(list(completions))
+            job = ScoreJob([()] * len(completions), self.task)
+            for row, text in enumerate(completions):
+                turn = {"observation": [], "reward": 1.0, "done": True, "metrics": {"tries": 2.0}}
+                job.record(row, turn, "no turn" if text == "!" else None)
+            return job.scores()
+
+    texts, examples = ["a", "!", "b", "!"], [Example(0, "", "", "", {})]
+    task = TaskConfig(kind="verifiers", name="x")
+    both, _ = in_two_processes(
+        lambda pool: distributed.score_distributed(pool, examples, texts), task, Measured
+    )
+    for found in both:
+        assert found.components["tries"].tolist() == [2, 0, 2, 0]
+        assert found.components["environment"].tolist() == [1, 0, 1, 0]
+        assert (found.errors, found.first_error) == (2, "no turn")
 
 
 def test_processes_play_each_turn_once_and_know_all_turns(in_two_processes):

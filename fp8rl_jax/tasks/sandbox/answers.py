@@ -17,6 +17,7 @@ from fp8rl_jax.tasks.rewards import LARGEST
 LARGEST_ANSWER = 4 * 2**20
 """Bytes of one line; an environment's observation stands in one."""
 _LONGEST_TEXT = 1000
+_MOST_METRICS, _LONGEST_NAME = 200, 200
 BATCH = "batch"
 """Says that the batch rewards have scored the list."""
 
@@ -91,7 +92,10 @@ def _is_score(value: Any) -> bool:
 
 
 def _is_turn(turn: dict[str, Any]) -> bool:
-    if set(turn) != {"observation", "reward", "done"} or type(turn["done"]) is not bool:
+    keys = {"observation", "reward", "done"}
+    if set(turn) - {"metrics"} != keys or type(turn["done"]) is not bool:
+        return False
+    if not _are_metrics(turn.get("metrics", {})):
         return False
     messages = turn["observation"]
     if not _is_score(turn["reward"]) or not isinstance(messages, list):
@@ -104,6 +108,16 @@ def _is_turn(turn: dict[str, Any]) -> bool:
         return all(message["role"] in ("user", "tool") for message in read_messages(messages))
     except MessageFault:
         return False
+
+
+def _are_metrics(metrics: Any) -> bool:
+    """Whether these are {name: number}, of names that a table of metrics can show."""
+    return (
+        isinstance(metrics, dict)
+        and len(metrics) <= _MOST_METRICS
+        and all(name.isprintable() and 0 < len(name) <= _LONGEST_NAME for name in metrics)
+        and all(map(_is_score, metrics.values()))
+    )
 
 
 def _is_text(*values: Any) -> bool:

@@ -52,7 +52,7 @@ from fp8rl_jax.tasks.sandbox import strict
 from fp8rl_jax.tasks.sandbox.answers import BATCH, AnswerFault, read_answer, read_start
 from fp8rl_jax.tasks.sandbox.pickling import pack
 from fp8rl_jax.tasks.sandbox.worker_process import WorkerProcess, worker_environment
-from fp8rl_jax.tasks.scores import Scores
+from fp8rl_jax.tasks.scores import Scores, metrics_of
 
 _log = logging.getLogger("fp8rl")
 
@@ -139,7 +139,7 @@ class RewardPool:
         pairs = [
             (examples[row // repeats], completion) for row, completion in enumerate(completions)
         ]
-        if self.task.kind != "environment":
+        if not self.task.is_environment:
             return self._submit(
                 [(example.prompt, text, example.answer, example.entry) for example, text in pairs]
             )
@@ -150,8 +150,11 @@ class RewardPool:
             )
         return self._submit([(example.entry, (), text) for example, text in pairs])
 
-    def play(self, episodes: Sequence[Episode], completions: Sequence[str]) -> Scores:
+    def play(self, episodes: Sequence[Episode], completions: Sequence[str | None]) -> Scores:
         """Play the next turn of every episode: completion b is what the model says in episode b.
+
+        Where it is None the episode of an environment of `verifiers` ends for want of room, and is
+        scored.
 
         Returns:
             Scores of this turn; `turns` says what it led to, None where it failed.
@@ -206,7 +209,7 @@ class ScoreJob:
         self.remaining = len(samples)
         self.values = np.zeros((len(samples), len(self.weights)), np.float64)
         self.turns: list[dict[str, Any] | None] = (
-            [None] * len(samples) if task.kind == "environment" else []
+            [None] * len(samples) if task.is_environment else []
         )
         self.failed = np.zeros(len(samples), bool)
         self.timeouts = 0
@@ -239,9 +242,8 @@ class ScoreJob:
             summed[:, self.deciding] = correct
         return Scores(
             rewards=(summed @ list(self.weights.values())).astype(np.float32),
-            components={
-                name: self.values[:, i].astype(np.float32) for i, name in enumerate(self.weights)
-            },
+            components=metrics_of(self.turns)
+            | {name: self.values[:, i].astype(np.float32) for i, name in enumerate(self.weights)},
             correct=correct,
             failed=self.failed,
             errors=int(self.failed.sum()) - self.timeouts,
@@ -428,7 +430,7 @@ class Dispatcher:
         if not worker.ready:
             self._started(worker, line)
             return
-        components = None if self.task.kind == "environment" else len(self.task.components)
+        components = None if self.task.is_environment else len(self.task.components)
         answer = read_answer(line, components)
         if not worker.assigned or (answer == BATCH) != worker.in_batch:
             raise AnswerFault("answered what it was not asked")

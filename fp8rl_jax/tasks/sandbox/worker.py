@@ -54,6 +54,7 @@ from fp8rl_jax.tasks.environment import EnvironmentFault, build_player
 from fp8rl_jax.tasks.rewards import ComponentFault, build_scorer
 from fp8rl_jax.tasks.sandbox import cgroup, processes, seccomp, strict
 from fp8rl_jax.tasks.sandbox.answers import BATCH, LARGEST_ANSWER
+from fp8rl_jax.tasks.verifiers_environment import build_verifiers_player
 
 # How often memory is looked at while there is more than the worker itself, which has its own limit;
 # and processes are counted where their forks cannot be answered.
@@ -264,7 +265,9 @@ def serve(
     try:
         warning = begin()
         objects = _objects(objects_fd)
-        if task.kind == "environment":
+        if task.kind == "verifiers":
+            batch, score = None, build_verifiers_player(task)
+        elif task.is_environment:
             batch, score = None, build_player(task, objects)
         else:
             score = build_scorer(task, objects, columns)
