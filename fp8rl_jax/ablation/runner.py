@@ -44,7 +44,7 @@ from fp8rl_jax.ablation.record import (
     shared_settings,
     write_json,
 )
-from fp8rl_jax.caching import cache_dir
+from fp8rl_jax.caching import program_dir
 from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.config.fingerprint import changes
 from fp8rl_jax.config.run import RunConfig
@@ -621,7 +621,7 @@ class Runner:
 
     def _environment(self, slot: int) -> dict[str, str]:
         """Devices of a slot, one cache of compiled programs for all runs, and where modules are."""
-        cache = {"JAX_COMPILATION_CACHE_DIR": str(cache_dir() / "jax")}
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(program_dir())}
         least = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         more = {} if "JAX_COMPILATION_CACHE_DIR" in os.environ else cache | least
         if self.design.objects:  # which may be pickled by the name of a module that is found here

@@ -158,6 +158,12 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
         _check_products(recipe, chosen, refuse)
         if backend == "hopper":
             _check_blocks(recipe, refuse)
+    if recipe.exact and jax.default_backend() == "tpu":
+        refuse(
+            "exact",
+            "cannot be promised: its sums are made in float64, which a TPU has not; set "
+            "precision.exact = false",
+        )
     if recipe.exact and (difference := _first_difference(recipe)):
         refuse(
             "exact",

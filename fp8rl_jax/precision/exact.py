@@ -12,7 +12,7 @@ it, of which `exact_compute` chooses; gradients are those of `Compute` in all.
     HopperCompute     the same with the kernels of one Hopper GPU, attention included: every query
                       meets its keys in the order of a decode step
     OrderFreeCompute  results depend on the order of nothing (pallas_kernels.exact): right by
-                      argument, several times slower, on every device and mesh
+                      argument, several times slower, on every CPU, GPU and mesh
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import DECODE_RULES, ShardingRules, constrain, policy_shardings
 from fp8rl_jax.precision import element_dtype
 from fp8rl_jax.rollout.sampling import Sampling, draw
+from pallas_kernels.backend import resolve
 from pallas_kernels.decode_attention import whole_slots
-from pallas_kernels.matmul import selected_backend
 
 
 class Prompts(NamedTuple):
@@ -439,14 +439,15 @@ def cache_dtype(policy: Policy) -> jnp.dtype:
 def loop_dtype(policy: Policy) -> jnp.dtype:
     """Find what this loop keeps keys and values in: `cache_dtype`, or float32.
 
-    float32 holds the same FP8 values where the reference would convert them again at every token.
+    float32 holds the same FP8 values where the reference would convert them again at every token,
+    which costs a CPU more than to read four times the bytes, and no other device.
     """
     compute = policy.compute
     if (
         compute.key.calibrated
         and mixer_of(policy.config).decodes_in_kernels(compute)
-        and selected_backend(compute.backend) == "reference"
-        and not compute.packs
+        and resolve(compute.backend, "decode_attention") == "reference"
+        and jax.default_backend() == "cpu"
     ):
         return jnp.dtype(jnp.float32)
     return cache_dtype(policy)

@@ -37,7 +37,7 @@ def load_rows(name: str, subset: str, split: str) -> Sequence[Mapping[str, Any]]
         datasets: Any = import_module("datasets")
     except ModuleNotFoundError as fault:
         raise UserError(
-            f"task.kind = \"dataset\" needs {fault.name}: pip install 'fp8rl_jax[datasets]', or "
+            f'task.kind = "dataset" needs {fault.name}: pip install datasets, or '
             'name files with task.kind = "jsonl"'
         ) from fault
     path = Path(name).expanduser()

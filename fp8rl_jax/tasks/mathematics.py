@@ -40,7 +40,7 @@ def math_verify_reward() -> Callable[[str, str], float]:
         from sympy import FiniteSet, Interval, Tuple
     except ModuleNotFoundError as fault:
         raise UserError(
-            f"task.reward: math_verify needs {fault.name}: pip install 'fp8rl-jax[envs]'"
+            f"task.reward: math_verify needs {fault.name}: pip install math-verify"
         ) from fault
 
     def expressions_of(text: str) -> list[Any]:

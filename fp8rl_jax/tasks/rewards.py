@@ -348,7 +348,7 @@ def create_reasoning_gym(task: TaskConfig, size: int, seed: int) -> Any:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ModuleNotFoundError as fault:
         raise UserError(
-            f"task.kind = 'reasoning_gym' needs {fault.name}: pip install 'fp8rl-jax[envs]'"
+            f"task.kind = 'reasoning_gym' needs {fault.name}: pip install reasoning-gym"
         ) from fault
     if task.name not in DATASETS:
         raise UserError(

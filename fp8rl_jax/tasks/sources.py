@@ -390,8 +390,8 @@ def _parquet_records(file: Path, key: str) -> Iterator[dict[str, Any]]:
         pyarrow, parquet = (import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
     except ImportError as fault:
         raise UserError(
-            f"{key}: {file} is a Parquet file, which pyarrow reads; pip install "
-            "'fp8rl_jax[parquet]', or write it as JSON lines"
+            f"{key}: {file} is a Parquet file, which pyarrow reads; pip install pyarrow, or write "
+            "it as JSON lines"
         ) from fault
     try:
         with parquet.ParquetFile(file) as table:

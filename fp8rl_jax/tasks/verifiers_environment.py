@@ -232,7 +232,7 @@ class _Library:
             if not hasattr(environments.Environment, "requires_group_rollouts"):
                 raise UserError(
                     'task.kind = "verifiers" needs verifiers 0.1.14 or later, not '
-                    f"{version('verifiers')}: pip install 'fp8rl_jax[verifiers]'"
+                    f"{version('verifiers')}: pip install 'verifiers<0.4'"
                 )
             clients, errors = map(import_module, ("verifiers.clients.client", "verifiers.errors"))
             self.types = import_module("verifiers.types")
@@ -240,7 +240,7 @@ class _Library:
             raise
         except ModuleNotFoundError as fault:
             raise UserError(
-                f"task.kind = \"verifiers\" needs {fault.name}: pip install 'fp8rl_jax[verifiers]'"
+                f"task.kind = \"verifiers\" needs {fault.name}: pip install 'verifiers<0.4'"
             ) from fault
         # whatever of its requirements does not fit it
         except Exception as fault:

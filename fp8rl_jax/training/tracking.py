@@ -401,6 +401,4 @@ def _import(package: str, key: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        raise UserError(
-            f"{key}: the package {package} is missing; pip install 'fp8rl_jax[trackers]'"
-        ) from None
+        raise UserError(f"{key}: the package {package} is missing; pip install {package}") from None

@@ -59,7 +59,8 @@ def row_tiles(m: int, group_sizes) -> RowTiles:
     index = jnp.arange(
         (m + (ROWS_OF_TMA - 1) * (groups + 1)) // TILE_ROWS + groups + 1, dtype=jnp.int32
     )
-    group = jnp.searchsorted(last, index, side="right").astype(jnp.int32)
+    # a comparison with each: the default is a loop of launches
+    group = jnp.searchsorted(last, index, side="right", method="compare_all").astype(jnp.int32)
     served = jnp.minimum(group, groups)
     start = first[served] + (index - (last - tiles)[served]) * TILE_ROWS
     low, high = (jnp.clip(edge[served] - start, 0, TILE_ROWS) for edge in (begins, ends))

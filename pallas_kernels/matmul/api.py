@@ -39,7 +39,8 @@ def keeps_quantized(w: QTensor, backend: Backend) -> bool:
     """
     if selected_backend(backend) != "reference":
         return True
-    return jax.default_backend() == "gpu" and w.format.scaled_operand(w) is not None
+    scaled = jax.default_backend() == "gpu" and reference.has_scaled_products()
+    return scaled and w.format.scaled_operand(w) is not None
 
 
 def packs(backend: Backend) -> bool:

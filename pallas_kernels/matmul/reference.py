@@ -8,8 +8,9 @@ of unpacking it at every token.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -28,8 +29,21 @@ def matmul(x, w, out_dtype):
     )
 
 
+@cache
+def has_scaled_products() -> bool:
+    """Whether XLA's product of scaled operands runs on the GPU that is here: from NVIDIA's compute
+    capability 8.9 on. On an A100 it ends the process. Without a GPU nothing is known of what is
+    compiled for, and it is taken to."""
+    if jax.default_backend() != "gpu":
+        return True
+    capability = getattr(jax.devices()[0], "compute_capability", "").split(".")
+    return all(map(str.isdigit, capability)) and [*map(int, capability)] >= [8, 9]
+
+
 def scaled_operands(x, w):
     """Rows of x and w as a device's own product takes them; None where it takes no such pair."""
+    if not has_scaled_products():
+        return None
     rows = x.rows()
     pair = rows.format.scaled_operand(rows), w.format.scaled_operand(w)
     return None if None in pair else pair

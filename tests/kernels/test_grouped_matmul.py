@@ -17,6 +17,7 @@ from pallas_kernels import (
     grouped_outer_product,
     quantize_blocks,
 )
+from pallas_kernels.grouped_matmul import hopper
 from pallas_kernels.grouped_matmul.reference import dot, tiles_of
 
 
@@ -31,6 +32,16 @@ def expand(scales, block, shape):
     for axis, (size, side) in enumerate(zip(shape, block, strict=True), start=-2):
         scales = np.repeat(scales, side, axis=axis).take(range(size), axis=axis)
     return scales
+
+
+def test_tiles_are_found_without_a_loop():
+    """Whose rounds would be launches of their own on a GPU."""
+    sizes, program = jnp.asarray([5, 0, 130, 64]), jax.jit(hopper.row_tiles, static_argnums=0)
+    assert "while" not in program.lower(200, sizes).as_text()
+    tiles = program(200, sizes)
+    rows = np.zeros(5, int)
+    np.add.at(rows, tiles[0], tiles[3] - tiles[2])
+    assert rows.tolist() == [5, 0, 130, 64, 1]
 
 
 def wide(q):

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,8 @@ from fp8rl_jax.precision.formats.mx import MX, MXFP4
 from fp8rl_jax.precision.formats.nvfp4 import NVFP4
 from fp8rl_jax.precision.hadamard import hadamard
 from fp8rl_jax.precision.quantizer import along_rows
+from pallas_kernels.matmul import keeps_quantized
+from pallas_kernels.matmul import reference as matmul_reference
 from pallas_kernels.matmul.reference import scaled_matmul, scaled_operands
 
 sys.path.insert(0, str(Path(__file__).parent / "oracles"))
@@ -284,6 +287,19 @@ def test_a_gpus_product_of_scaled_operands_is_that_of_what_they_stand_for(x_name
     assert scaled_operands(x, w.T.T) is not None and scaled_operands(x, w.T) is None
     ragged = quantized(format_of(parse_format(w_name)), np.ones((40, 88), np.float32))
     assert scaled_operands(x, ragged) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "has"), [("8.0", False), ("8.9", True), ("10.0", True), ("gfx942", False)]
+)
+def test_a_gpu_that_has_no_such_product_is_not_asked_for_it(monkeypatch, capability, has):
+    """On an A100 it would end the process."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    assert matmul_reference.has_scaled_products.__wrapped__() == has
+    monkeypatch.setattr(matmul_reference, "has_scaled_products", lambda: has)
+    w = quantized(format_of(parse_format("mxfp8")), np.ones((40, 96), np.float32))
+    assert (scaled_operands(w, w) is not None) == keeps_quantized(w, "reference") == has
 
 
 def parts_of(made, x) -> np.ndarray:

@@ -249,6 +249,14 @@ def test_a_backend_that_is_not_there_is_refused(recipe):
         check_recipe(recipe, "hopper")
 
 
+def test_exact_mode_is_refused_on_a_tpu(monkeypatch):
+    exact = replace(RECIPES["jet-rl"], exact=True)
+    check_recipe(exact)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.raises(UserError, match="exact cannot be promised: its sums are made in float64"):
+        check_recipe(exact)
+
+
 def test_exact_mode_takes_one_hopper_gpu(monkeypatch):
     exact = replace(RECIPES["jet-rl"], exact=True)
     with tracing_for(132):

@@ -31,6 +31,7 @@ from fp8rl_jax.rollout.engine import LocalEngine, PagedEngine, Prompts
 from fp8rl_jax.rollout.sampler import generate, row_keys
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.sync import SyncContext
+from pallas_kernels.backend import refuse_hopper, tracing_for
 
 KEY = jax.random.key(42)
 PLAIN = Sampling(max_new_tokens=8, temperature=0.8)
@@ -108,6 +109,21 @@ def test_an_fp8_cache_kept_as_float32_gives_the_same_completions(monkeypatch):
     # a flipped rounding, of which the test above tells, changes the rest of its row
     same = np.isclose(wide.policy_logprobs, narrow.policy_logprobs, atol=1e-4)
     assert (same & (wide.tokens == narrow.tokens)).mean() > 0.5
+
+
+def test_an_fp8_cache_is_kept_as_float32_on_a_cpu_alone(monkeypatch):
+    """And not for want of another operation's kernel."""
+    policy = make_engine("fp8-rl").policy
+    with tracing_for(132):
+        refuse_hopper({"blockwise_matmul": "planted"})
+        try:
+            assert sampler.loop_dtype(policy) == jnp.float8_e4m3fn
+        finally:
+            refuse_hopper({})
+    policy = make_engine("fp8-rl", backend="reference").policy
+    assert sampler.loop_dtype(policy) == jnp.float32
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert sampler.loop_dtype(policy) == jnp.float8_e4m3fn
 
 
 def test_truncated_behaviour_logprobs(engine):
