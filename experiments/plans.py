@@ -18,7 +18,8 @@ from experiments.command import run_command
 from fp8rl_jax.config.chips import CHIPS
 from fp8rl_jax.config.run import PlanConfig, RolloutConfig, RunConfig
 from fp8rl_jax.config.training import TrainerConfig
-from fp8rl_jax.training.roofline import Outlook, best_meshes
+from fp8rl_jax.parallel.mesh import AXES
+from fp8rl_jax.training.roofline import Outlook, best_meshes, outlook
 from fp8rl_jax.weights.hf_config import read_policy_config
 
 ROOT = Path(__file__).parents[1]
@@ -60,8 +61,11 @@ def configured(recipe: str, devices: int, chip: str) -> RunConfig:
     )
 
 
-def planned(shape: str, devices: int, recipe: str, chip: str) -> dict[str, Any]:
-    """Plan one model under one recipe: its best mesh, and how many fit."""
+def planned(
+    shape: str, devices: int, recipe: str, chip: str, alike: dict[str, int] | None = None
+) -> dict[str, Any]:
+    """Plan one model under one recipe: its best mesh, how many fit, and the seconds on the mesh
+    `alike`, for what the recipe alone changes."""
     policy = read_policy_config(ROOT / "experiments" / "shapes" / shape)
     config = configured(recipe, devices, chip)
     found = best_meshes(policy, config, devices, CHIPS[chip])
@@ -69,6 +73,9 @@ def planned(shape: str, devices: int, recipe: str, chip: str) -> dict[str, Any]:
     told = {"shape": shape, "devices": devices, "recipe": recipe, "fits": len(found)}
     if best is None:
         return told
+    if alike is not None:
+        sizes = dict.fromkeys(AXES, 1) | alike
+        told["seconds_alike"] = outlook(policy, config, sizes, CHIPS[chip]).seconds
     return told | {
         "mesh": {axis: size for axis, size in best.sizes.items() if size > 1},
         "prompts": config.rollout.prompts_per_step,
@@ -82,8 +89,10 @@ def run(arguments: Arguments) -> None:
     """Plan all of them, and write the record."""
     plans = []
     for shape, devices, recipes in PLANS:
+        alike = None
         for recipe in recipes:
-            plans.append(planned(shape, devices, recipe, arguments.chip))
+            plans.append(planned(shape, devices, recipe, arguments.chip, alike))
+            alike = alike or plans[-1]["mesh"]  # of bf16, the first
             print(json.dumps(plans[-1]), flush=True)
     made = facts("experiments.plans", [])
     record = {"made": made, "chip": arguments.chip, "plans": plans}
