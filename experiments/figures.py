@@ -778,6 +778,31 @@ def on_meshes() -> str:
     return f"{about}\n\n{table(heads, rows)}"
 
 
+LAUNCHES = "launches.json"
+
+
+def launched() -> str:
+    """Kernels that a layer launches, in compiled programs."""
+    rows = []
+    for each in record(LAUNCHES)["programs"]:
+        kinds = each["by kind"]
+        ours = kinds.get("mosaic_gpu_v2", 0)
+        libraries = sum(n for kind, n in kinds.items() if kind.startswith("__"))
+        rest = each["a layer"] - ours - libraries
+        what = {"static rollout": "a decode step", "update": "an update"}[each["what"]]
+        counts = each["a layer"], ours, libraries, rest, each["beside layers"]
+        rows.append([what, f"`{each['recipe']}`", *(f"{n:g}" for n in counts)])
+    about = prose("""
+        Launches of one of Qwen3-8B's layers, counted in programs compiled for an H200: a decode step of the static engine, and an
+        update of one micro-batch, in which a layer is computed again for its gradients. An instruction counts as one; a
+        library's call may be several kernels. Nothing ran; the profile of a decode step under `fp8-rl` on a card has as many kernels
+        of ours ([below](#on-one-h200-after-the-kernels-were-rewritten)). The aims are 14 a layer of a decode step and 80 of an update:
+        neither is reached.
+    """)
+    heads = ["program", "recipe", "a layer", "ours", "libraries'", "XLA's", "beside layers"]
+    return f"{about}\n\n{table(heads, rows)}"
+
+
 PLANS = "plans.json"
 
 
@@ -1517,6 +1542,9 @@ SECTIONS = (
         "python -m experiments.collectives",
         COLLECTIVES,
         optional=True,
+    ),
+    Section(
+        "Launches of a layer", launched, "python -m experiments.launches", LAUNCHES, optional=True
     ),
     Section(
         "Meshes before the devices", planned, "python -m experiments.plans", PLANS, optional=True

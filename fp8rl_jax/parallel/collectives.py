@@ -1,4 +1,4 @@
-"""What devices send each other in a compiled program, read from its text.
+"""What a compiled program does, and what devices send each other in it, read from its text.
 
 XLA alone decides where arrays are gathered, and says it nowhere else: a sharding that is left open
 in one place of a model can make every device compute every token, and the result is the same.
@@ -14,6 +14,24 @@ from dataclasses import dataclass
 import numpy as np
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One of a compiled program, outside of those that XLA has fused.
+
+    Attributes:
+        line: of the text.
+        opcode: what it does, such as "fusion".
+        target: of a custom call; else empty.
+        times, loops: as of `Collective`.
+    """
+
+    line: str
+    opcode: str
+    target: str
+    times: int
+    loops: int
 
 
 @dataclass(frozen=True)
@@ -68,6 +86,21 @@ class Collective:
         return tuple(axis for axis, at in zip(sizes, places, strict=True) if np.ptp(at))
 
 
+def instructions(text: str) -> Iterator[Instruction]:
+    """Yield what a compiled program runs, as often as a call of it does.
+
+    Args:
+        text: of `jax.stages.Compiled.as_text`.
+
+    Raises:
+        ValueError: the text is not a compiled program.
+    """
+    computations, entry = _computations(text)
+    if not entry:
+        raise ValueError("not the text of a compiled program: there is no ENTRY computation")
+    yield from _walk(computations, entry, 1, 0)
+
+
 def collectives(text: str) -> list[Collective]:
     """List what a compiled program exchanges.
 
@@ -77,10 +110,11 @@ def collectives(text: str) -> list[Collective]:
     Raises:
         ValueError: the text is not a compiled program, or a collective in it cannot be read.
     """
-    computations, entry = _computations(text)
-    if not entry:
-        raise ValueError("not the text of a compiled program: there is no ENTRY computation")
-    return list(_walk(computations, entry, 1, 0))
+    return [
+        _read(each, found)
+        for each in instructions(text)
+        if (found := _COLLECTIVE.search(each.line))
+    ]
 
 
 def sent_over(found: Iterable[Collective], sizes: dict[str, int]) -> dict[str, int]:
@@ -93,6 +127,10 @@ def sent_over(found: Iterable[Collective], sizes: dict[str, int]) -> dict[str, i
     return told
 
 
+_OPCODE = re.compile(r" = .*? ([a-z][\w\-]*)\(")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_CALLING = ("conditional", "call", "async-start")
+"""Instructions that run other computations, beside loops."""
 _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
@@ -121,14 +159,18 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 def _walk(
     computations: dict[str, list[str]], name: str, times: int, loops: int
-) -> Iterator[Collective]:
+) -> Iterator[Instruction]:
     for line in computations[name]:
-        if found := _COLLECTIVE.search(line):
-            yield _read(line, found, times, loops)
+        if (found := _OPCODE.search(line)) is None:
+            continue
+        opcode, target = found[1], _TARGET.search(line)
+        yield Instruction(line, opcode, target[1] if target else "", times, loops)
         inside, unknown = times, loops
-        if " while(" in line:
+        if opcode == "while":
             rounds = _ROUNDS.search(line)
             inside, unknown = (times * int(rounds[1]), loops) if rounds else (times, loops + 1)
+        elif opcode not in _CALLING:
+            continue
         called = _CALLED.findall(line)
         for branches in _BRANCHES.findall(line):
             called += [branch.strip().lstrip("%") for branch in branches.split(",")]
@@ -137,7 +179,8 @@ def _walk(
                 yield from _walk(computations, other, inside, unknown)
 
 
-def _read(line: str, found: re.Match, times: int, loops: int) -> Collective:
+def _read(instruction: Instruction, found: re.Match) -> Collective:
+    line = instruction.line
     kind, arrays = found[2], _ARRAY.findall(found[1])
     # of what is started the operands come first, of an all-reduce only where they stand apart
     if found[3] and (kind != "all-reduce" or found[1].startswith("((")):
@@ -145,7 +188,8 @@ def _read(line: str, found: re.Match, times: int, loops: int) -> Collective:
         arrays = pairs[len(pairs) // 2 :]
     name = _NAME.search(line)
     shapes = tuple((dtype, tuple(int(x) for x in sides.split(",") if x)) for dtype, sides in arrays)
-    return Collective(kind, shapes, _group(line), times, loops, name[1] if name else "")
+    where, times, loops = name[1] if name else "", instruction.times, instruction.loops
+    return Collective(kind, shapes, _group(line), times, loops, where)
 
 
 def _group(line: str) -> tuple[int, ...]:

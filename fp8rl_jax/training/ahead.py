@@ -156,18 +156,26 @@ def compile_for_hopper(
     Raises:
         UserError: as `lower`.
     """
-    from pallas_kernels.check.compile import SMS  # which imports what is there for GPUs alone
-
-    with tracing_for(SMS), _cudnn_assumed():
-        made = lower(shape, config, hopper_mesh(sizes)).compile()
-    text, memory = made.as_text(), made.memory_analysis()
-    assert text is not None and memory is not None  # this compiler gives both
+    text, memory = hopper_program(lower, shape, config, sizes)
     found = collectives(text)
     return Compiled(
         sent_over((one for one in found if not one.loops), sizes),
         sent_over((one for one in found if one.loops), sizes),
         memory.temp_size_in_bytes,
     )
+
+
+def hopper_program(
+    lower: Lower, shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]
+) -> tuple[str, Any]:
+    """Compile as `compile_for_hopper`, and give the program's text and memory as XLA tells them."""
+    from pallas_kernels.check.compile import SMS  # which imports what is there for GPUs alone
+
+    with tracing_for(SMS), _cudnn_assumed():
+        made = lower(shape, config, hopper_mesh(sizes)).compile()
+    text, memory = made.as_text(), made.memory_analysis()
+    assert text is not None and memory is not None  # this compiler gives both
+    return text, memory
 
 
 def hopper_mesh(sizes: Mapping[str, int]) -> jax.sharding.Mesh:
