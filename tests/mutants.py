@@ -1693,7 +1693,7 @@ LIST: list[Mutant] = [
         "training/test_moments.py",
         (
             "sgd-unclipped",
-            "change = _clipped(load(gradient), norm, config.max_grad_norm)",
+            "change = _clipped(load(gradient), norm, numbers.norm)",
             "change = load(gradient)",
             "sgd_is",
         ),

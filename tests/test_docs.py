@@ -36,6 +36,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 GUIDES = ROOT / "docs" / "guides"
+SOURCES = ("fp8rl_jax", "pallas_kernels", "experiments", "tests")
 
 
 def test_the_program_of_the_readme_runs(tmp_path, monkeypatch, capsys):
@@ -126,6 +127,32 @@ def test_links_and_paths_exist(page):
         r"`((?:docs|experiments|fp8rl_jax|pallas_kernels|tests)/[\w./-]+)`", text_of(page)
     )
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+NAMING = [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md"]
+"""Pages that say where in the code something is."""
+
+
+@cache
+def words_of(path: Path) -> set[str]:
+    return set(re.findall(r"\w+", path.read_text()))
+
+
+@pytest.mark.parametrize("page", NAMING, ids=lambda page: page.name)
+def test_names_of_the_code_that_a_page_has_are_in_the_code(page):
+    """Each somewhere, and "`NAME` of `path/to/file.py`" in that file."""
+    files = [path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")]
+    known = set().union(*map(words_of, files))
+    text = re.sub(r"^```.*?^```", "", text_of(page), flags=re.M | re.S)
+    names = re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)(?:\([^`]*\))?`", text)
+    names = [name for name in names if not name.endswith((".py", ".toml", ".md"))]
+    assert len(names) > 30
+    assert [name for name in names if not known.issuperset(name.split("."))] == []
+    placed = re.findall(r"`([\w.]+)` (?:of|in|\()\s?`([\w/]+\.py)`", " ".join(text.split()))
+    assert len(placed) > 4
+    for name, file in placed:
+        path = next(x for x in (ROOT / file, ROOT / "fp8rl_jax" / file) if x.exists())
+        assert name.rpartition(".")[2] in words_of(path), f"{name} is not in {file}"
 
 
 def test_links_and_anchors_are_found():

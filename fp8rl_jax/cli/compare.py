@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from fp8rl_jax.config.files import read_recipes
+from fp8rl_jax.config.files import read_recipes, read_values, run_directory
 from fp8rl_jax.config.recipe import PrecisionConfig, Recipe, get_recipe
 from fp8rl_jax.config.run import RolloutConfig, RunConfig
 from fp8rl_jax.config.vllm import VllmConfig
@@ -43,7 +43,8 @@ class CompareArguments:
     recipe: str = "bf16"
     """Precision recipe of both sides, built-in or of --recipes."""
     recipes: tuple[str, ...] = ()
-    """TOML files whose [recipes.NAME] may be named, a run's config.toml among them."""
+    """TOML files whose [recipes.NAME] may be named, a run's config.toml among them; the `formats`
+    that they name are imported."""
     compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of everything that the recipe does not quantize, on both sides."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -212,6 +213,12 @@ def compare(arguments: CompareArguments) -> int:
     if arguments.json:
         check_writable(arguments.json)
     directories = [find_model(spec.model, progress) for spec in specs]
+    for model in dict.fromkeys((*arguments.models, *filter(None, [arguments.start]))):
+        if name := _transform(model):
+            progress(
+                f"{model}: served what rollout.transform = {name!r} made of its weights at each "
+                "step; it is left out here, and the weights are compared as they are in the files"
+            )
     configs = [read_policy_config(directory) for directory in directories]
     check_alike(configs, directories)
     tokenizer = load_tokenizer(directories[0], configs[0].vocab_size)
@@ -255,6 +262,14 @@ def compare(arguments: CompareArguments) -> int:
         write_lines(arguments.json, [results | {"made": _record()}])
     print(summary(results))
     return 1 if arguments.expect_equal and not comparison.equal else 0
+
+
+def _transform(model: str) -> str:
+    """The rollout.transform of a run; empty where there is none."""
+    if (run := run_directory(model)) is None:
+        return ""
+    rollout = read_values(RunConfig, [str(run)], []).get("rollout", {})
+    return rollout.get("transform", "")
 
 
 def _record() -> dict:

@@ -74,7 +74,8 @@ class DoctorArguments:
     recipe: str = "fp8-rl"
     """Precision recipe, built-in or of --recipes."""
     recipes: tuple[str, ...] = ()
-    """TOML files whose [recipes.NAME] may be named, a run's config.toml among them."""
+    """TOML files whose [recipes.NAME] may be named, a run's config.toml among them; the `formats`
+    that they name are imported."""
     data: str = ""
     """A task's rows (JSON lines, Parquet), or a run's TOML. Then one screen is printed and nothing
     else: the model's layers, windows and rotary positions, its special and end tokens, a prompt as

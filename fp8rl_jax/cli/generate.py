@@ -33,7 +33,8 @@ class LinesArguments:
     batch_size: int = 16
     """Lines computed at one time."""
     recipes: tuple[str, ...] = ()
-    """TOML files whose [recipes.NAME] may be named, a run's config.toml among them."""
+    """TOML files whose [recipes.NAME] may be named, a run's config.toml among them; the `formats`
+    that they name are imported."""
 
     def open(self) -> OpenModel:
         """Find the model; see `open_model`."""

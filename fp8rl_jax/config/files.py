@@ -29,6 +29,7 @@ from fp8rl_jax.config.schema import (
     unknown_key_hint,
 )
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.functions import import_once
 
 
 def run_directory(spec: str | Path) -> Path | None:
@@ -83,16 +84,26 @@ def read_values(
 def read_recipes(files: Sequence[str]) -> dict[str, Any]:
     """Read the rows of [recipes] in TOML files, the later over the earlier, for `get_recipe`.
 
-    What else stands in a file is passed over: it may be a run's.
+    What registers formats that rows may name, `formats`, is imported. What else stands in a file is
+    passed over: it may be a run's.
 
     Raises:
-        UserError: a line for each file that cannot be read or has no such table.
+        UserError: a line for each file that cannot be read or has no such table, and whatever
+            `import_once` refuses.
     """
     faults: list[str] = []
     rows: dict[str, Any] = {}
     for file in files:
         before = len(faults)
-        table = _read(file, faults).get("recipes")
+        values = _read(file, faults)
+        table = values.get("recipes")
+        try:
+            for each in convert(values.get("formats", []), tuple[str, ...]):
+                import_once(each, "formats")
+        except Mismatch:
+            faults.append(f"{file}: formats: expected {describe(tuple[str, ...])}")
+        except UserError as error:
+            faults.append(f"{file}: {error}")
         if isinstance(table, dict):
             rows |= table
         elif len(faults) == before:

@@ -45,7 +45,9 @@ from fp8rl_jax.config.correction import PRESETS
 from fp8rl_jax.config.formats import (
     COMPUTE,
     FLOAT32,
+    MINIFLOATS,
     WIDE,
+    WITH_OWN_QUANTIZER,
     ScaleRule,
     TensorFormat,
     parse_format,
@@ -400,6 +402,25 @@ class Recipe:
         return _table(self, Recipe(self.name), full)
 
 
+def _output_gradient(recipe: Recipe, element: str) -> TensorFormat:
+    """The format that precision.output_gradient stands for in a recipe."""
+    if not recipe.quantizes("trainer"):
+        raise UserError(
+            f"precision.output_gradient: the linears of recipe {recipe.name!r} are not trained in "
+            "FP8"
+        )
+    if element == "compute":
+        return COMPUTE
+    # the blocks of a format with its own quantizer are part of what its name means
+    if element in WITH_OWN_QUANTIZER and element not in MINIFLOATS:
+        return parse_format(element)
+    like = recipe.output_gradient
+    try:
+        return replace(like if like.quantized else recipe.trainer.activation, element=element)
+    except UserError as error:
+        raise UserError(f"precision.output_gradient: {error}") from None
+
+
 KV_RULES = {
     "nemo": {"kv_percentile": 99.9, "kv_margin": 1.05, "kv_constants": None},
     # vLLM's Q_SCALE_CONSTANT, K_SCALE_CONSTANT and V_SCALE_CONSTANT, which verl's rollout goes by
@@ -678,9 +699,11 @@ class PrecisionConfig:
     rollout: SideScales = field(default_factory=SideScales)
     trainer: SideScales = field(default_factory=SideScales)
     output_gradient: str | None = None
-    """Element type of the gradients that enter a linear's backward products, where the trainer's
-    linears are FP8: "compute", "e4m3", "e5m2" (the hybrid of verl's recipe) or one that was
-    registered (config.formats). Unset: the recipe's."""
+    """Format of the gradients that enter a linear's backward products, where the trainer's linears
+    are FP8: "compute"; an element type in the recipe's blocks, "e4m3", "e5m2" (the hybrid of verl's
+    recipe), "e3m2" or one that was registered (config.formats); or what has a quantizer of its own
+    in its usual blocks, such as "mxfp8" in 1x32 and "nvfp4" in 1x16. Other blocks are
+    precision.trainer.block, or [recipes.NAME]. Unset: the recipe's."""
     master: str | None = None
     """Format that the weights rest in between updates, by its name, such as
     "float16-power_of_two"; unset: the recipe's, float32 in most built-in ones."""
@@ -748,6 +771,8 @@ def get_recipe(
     if name not in known:
         raise UserError(f"recipe: {_unknown(name, [*known])}")
     recipe, changes = known[name], changes or PrecisionConfig()
+    if changes.output_gradient is not None:
+        recipe = replace(recipe, output_gradient=_output_gradient(recipe, changes.output_gradient))
     for side in ("rollout", "trainer"):
         own: SideScales = getattr(changes, side)
         for key, value in vars(own).items():
@@ -758,25 +783,6 @@ def get_recipe(
         if own.block is not None:
             report(at_least(f"precision.{side}.block", own.block, 2))
         recipe = _with_scales(recipe, side, own.scale or changes.scale, own.block)
-    if changes.output_gradient is not None:
-        if not recipe.quantizes("trainer"):
-            raise UserError(
-                f"precision.output_gradient: the linears of recipe {name!r} are not trained in FP8"
-            )
-        like = (
-            recipe.output_gradient
-            if recipe.output_gradient.quantized
-            else recipe.trainer.activation
-        )
-        try:
-            gradient = (
-                COMPUTE
-                if changes.output_gradient == "compute"
-                else replace(like, element=changes.output_gradient)
-            )
-        except UserError as error:
-            raise UserError(f"precision.output_gradient: {error}") from None
-        recipe = replace(recipe, output_gradient=gradient)
     kept = {role: text for role in STATE_ROLES if (text := getattr(changes, role)) is not None}
     faults: list[str] = []
     recipe = _over(recipe, kept, "precision.", "", faults)

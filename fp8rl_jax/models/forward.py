@@ -480,11 +480,11 @@ def _scan(
         parts.append(out)
     x, blocks = carry
     if blocks is None:
-        blocks = jax.tree.map(_joined, *(out.block for out in parts))
-    observed = jax.tree.map(_joined, *(out.observed for out in parts))
+        blocks = jax.tree.map(_chained, *(out.block for out in parts))
+    observed = jax.tree.map(_chained, *(out.observed for out in parts))
     used = [out.routes for out in parts if out.routes is not None]
-    return x, LayerOutputs(blocks, observed, jnp.moveaxis(_joined(*used), 0, 2) if used else None)
+    return x, LayerOutputs(blocks, observed, jnp.moveaxis(_chained(*used), 0, 2) if used else None)
 
 
-def _joined(*stacks: Array) -> Array:
+def _chained(*stacks: Array) -> Array:
     return stacks[0] if len(stacks) == 1 else jnp.concatenate(stacks)

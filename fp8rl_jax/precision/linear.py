@@ -314,7 +314,7 @@ def multiply_all(
         parts: devices over which the outputs of each are split, where they are to be multiplied as
             one weight (`Compute.joins`).
     """
-    if len(weights) > 1 and (one := _joined(weights, parts)) is not None:
+    if len(weights) > 1 and (one := _as_one(weights, parts)) is not None:
         product = one.multiply(x, out_dtype, compute)
         return _apart(product, [w.shape[0] for w in weights], parts)
     quantized = [w for w in weights if isinstance(w, QuantizedWeight)]
@@ -328,7 +328,7 @@ def multiply_all(
     return [weight.multiply(x, out_dtype, compute) for weight in weights]
 
 
-def _joined(weights: Sequence[LinearWeight], parts: int) -> LinearWeight | None:
+def _as_one(weights: Sequence[LinearWeight], parts: int) -> LinearWeight | None:
     """One weight of several, whose part of each device is that device's part of each of them; None
     where a part is no whole number of blocks, or another copy of a weight would have to follow."""
 
@@ -352,7 +352,7 @@ def _joined(weights: Sequence[LinearWeight], parts: int) -> LinearWeight | None:
 
 
 def _apart(product: Array, sizes: Sequence[int], parts: int) -> list[Array]:
-    """The product of each of `_joined` weights, from that of all."""
+    """The product of each of the weights of `_as_one`, from that of all."""
     lead, ends = product.shape[:-1], [*accumulate(size // parts for size in sizes)]
     by_part = jnp.split(product.reshape(*lead, parts, -1), ends[:-1], axis=-1)
     return [x.reshape(*lead, -1) for x in by_part]

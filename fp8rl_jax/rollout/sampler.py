@@ -29,7 +29,7 @@ from fp8rl_jax.models.logprobs import Support, token_logprobs
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import DECODE_RULES, ShardingRules, constrain, policy_shardings
 from fp8rl_jax.precision import element_dtype
-from fp8rl_jax.rollout.sampling import Sampling, draw
+from fp8rl_jax.rollout.sampling import PhraseStates, Sampling, draw
 from pallas_kernels.backend import resolve
 from pallas_kernels.decode_attention import whole_slots
 
@@ -112,22 +112,19 @@ class _Fixed(NamedTuple):
     starts: Int[Array, " b"]
     keys: Key[Array, " b"]
     slots: Bool[Array, "b t"]
-    stops: Int[Array, " stops"]
     limits: Int[Array, " b"] | None
     prompt_logprobs: Float[Array, "p s"] | None
     prompt_expert_ids: Int[Array, "p s sparse k"] | None
 
 
 class _State(NamedTuple):
-    """t: last token drawn; stop_state, bad_state: where each row is in the sampling's phrases; the
-    rest as in Rollout."""
+    """t: last token drawn; the rest as in Rollout."""
 
     t: Int[Array, ""]
     token: Int[Array, " b"]
     done: Bool[Array, " b"]
     completion: tuple
-    stop_state: Int[Array, " b"] | None
-    bad_state: Int[Array, " b"] | None
+    phrases: PhraseStates
     tokens: Int[Array, "b t"]
     mask: Bool[Array, "b t"]
     behaviour_logprobs: Float[Array, "b t"]
@@ -259,18 +256,13 @@ def _begin(
         routes = _known(prefill.routes, segments > 0)
         shape = (rows, width, *prefill.routes.shape[2:])
         sampled_routes = jnp.full(shape, -1, prefill.routes.dtype)
-    stops = jnp.asarray(sampling.stop_token_ids, jnp.int32)
-    fixed = _Fixed(prefix, starts, keys, empty.mask, stops, limits, logprobs, routes)
-    phrases = [
-        None if table is None else jnp.zeros(rows, jnp.int32)
-        for table in (sampling.stop_strings, sampling.bad_words)
-    ]
+    fixed = _Fixed(prefix, starts, keys, empty.mask, limits, logprobs, routes)
     state = _State(
         jnp.int32(0),
         jnp.zeros(rows, jnp.int32),
         jnp.zeros(rows, bool),
         (empty.keys, empty.values),
-        *phrases,
+        sampling.at_start(rows),
         tokens=jnp.full((rows, width), policy.config.pad_token_id or 0, jnp.int32),
         mask=jnp.zeros((rows, width), bool),
         behaviour_logprobs=jnp.zeros((rows, width), jnp.float32),
@@ -335,28 +327,17 @@ def _record(
 ) -> _State:
     """Draws token t of every row that still runs."""
     done = state.done
-    banned = None
-    if sampling.bad_words is not None:
-        assert state.bad_state is not None
-        banned = sampling.bad_words.completing(state.bad_state)
     tokens, behaviour, full, support = draw(
         logits,
         jax.vmap(jax.random.fold_in, (0, None))(fixed.keys, t),
         sampling,
-        banned,
+        sampling.banned(state.phrases),
         policy.compute,
     )
     tokens = jnp.where(done, policy.config.pad_token_id or 0, tokens).astype(jnp.int32)
     live = ~done
-    stopped = live & jnp.isin(tokens, fixed.stops) if fixed.stops.size else jnp.zeros_like(done)
-    stop_state, bad_state = state.stop_state, state.bad_state
-    if sampling.stop_strings is not None:
-        assert stop_state is not None
-        stop_state, complete = sampling.stop_strings.step(stop_state, tokens)
-        stopped |= live & complete
-    if sampling.bad_words is not None:
-        assert bad_state is not None
-        bad_state, _ = sampling.bad_words.step(bad_state, tokens)
+    stopped, phrases = sampling.read(tokens, state.phrases)
+    stopped &= live
     if support is not None:
         support = support._replace(count=jnp.where(live, support.count, 0))
     drawn = (tokens, live, jnp.where(live, behaviour, 0.0), jnp.where(live, full, 0.0), support)
@@ -375,8 +356,7 @@ def _record(
         tokens,
         ended,
         state.completion,
-        stop_state,
-        bad_state,
+        phrases,
         *written,
         stopped_rows,
         state.expert_ids,

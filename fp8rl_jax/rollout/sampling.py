@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from fp8rl_jax.models.logprobs import Support, scores
 from fp8rl_jax.precision import Compute
 from fp8rl_jax.rollout.constraints import Phrases
+
+PhraseStates = tuple[Any, ...]
+"""Where each row is in stop strings and in bad words, int32 [b] each, None where there are none."""
 
 _BLOCK = 128
 _STATIC = [
@@ -75,6 +78,29 @@ class Sampling:
         """Whether each token's support is kept; of greedy and of whole distributions there is
         none."""
         return self.support_size > 0 and self.truncated and self.temperature > 0
+
+    def at_start(self, rows: int) -> PhraseStates:
+        """Make the states of rows without a token."""
+        tables = self.stop_strings, self.bad_words
+        return tuple(None if table is None else jnp.zeros(rows, jnp.int32) for table in tables)
+
+    def banned(self, states: PhraseStates) -> Bool[Array, "b vocab"] | None:
+        """Find the tokens that would complete a bad word."""
+        return None if self.bad_words is None else self.bad_words.completing(states[1])
+
+    def read(
+        self, tokens: Int[Array, " b"], states: PhraseStates
+    ) -> tuple[Bool[Array, " b"], PhraseStates]:
+        """Find the rows that these tokens end, and the states behind them."""
+        stopped, (stop, bad) = jnp.zeros(tokens.shape, bool), states
+        if self.stop_token_ids:
+            stopped = jnp.isin(tokens, jnp.asarray(self.stop_token_ids, jnp.int32))
+        if self.stop_strings is not None:
+            stop, complete = self.stop_strings.step(stop, tokens)
+            stopped |= complete
+        if self.bad_words is not None:
+            bad, _ = self.bad_words.step(bad, tokens)
+        return stopped, (stop, bad)
 
     def no_support(self, rows: int) -> Support | None:
         """Make the supports of rows without a token; None where none are kept."""

@@ -41,6 +41,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key
@@ -99,8 +100,44 @@ class Optimizer(Protocol):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["schedule"],
-    meta_fields=["config", "decayed", "recipe"],
+    data_fields=["beta1", "rest1", "beta2", "rest2", "eps", "decay"],
+    meta_fields=["norm", "decays"],
+)
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of an update: float32 arguments of a compiled program, and the last two parts of
+    it.
+
+    Attributes:
+        beta1, beta2: decays of the moments; rest1, rest2: what they leave of 1, rounded once.
+        eps: added to the root of the second moment.
+        decay: weight decay.
+        norm: that is clipped to; 0: not clipped. As an argument it changes bits of moments in
+            bfloat16 on a CPU, where the program without it multiplies less.
+        decays: whether there is weight decay.
+    """
+
+    beta1: Any
+    rest1: Any
+    beta2: Any
+    rest2: Any
+    eps: Any
+    decay: Any
+    norm: float
+    decays: bool
+
+    @classmethod
+    def of(cls, config: OptimizerConfig) -> Numbers:
+        """Take them of the settings."""
+        betas = config.beta1, 1 - config.beta1, config.beta2, 1 - config.beta2
+        numbers = map(np.float32, (*betas, config.eps, config.weight_decay))
+        return cls(*numbers, norm=config.max_grad_norm, decays=config.weight_decay > 0)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["numbers", "schedule"],
+    meta_fields=["decayed", "recipe"],
 )
 @dataclass(frozen=True)
 class AdamW:
@@ -110,13 +147,13 @@ class AdamW:
     clipped; matrices of its moments are QTensors where a format is FP8.
 
     Attributes:
-        config: betas, eps, weight decay, the norm that is clipped to.
+        numbers: betas, eps, weight decay, the norm that is clipped to.
         schedule: number of updates before -> learning rate.
         decayed: params -> a tree of bools, the tensors that decay.
         recipe: formats of the moments and of the masters.
     """
 
-    config: OptimizerConfig
+    numbers: Numbers
     schedule: optax.Schedule
     decayed: Callable[[Any], Any]
     recipe: Recipe
@@ -151,18 +188,18 @@ class AdamW:
         The draws of stochastic rounding depend on the number of the update and on the place in the
         tree alone.
         """
-        config, recipe, before = self.config, self.recipe, self._adam(state)
+        numbers, recipe, before = self.numbers, self.recipe, self._adam(state)
         rate = self.schedule(before.count)
         count = optax.safe_increment(before.count)
-        bias1, bias2 = 1 - config.beta1**count, 1 - config.beta2**count
+        bias1, bias2 = 1 - numbers.beta1**count, 1 - numbers.beta2**count
 
         def one(w, mu, nu, gradient, key, matrix, decayed):
             first, second = (
                 format_for(fmt, matrix) for fmt in (recipe.first_moment, recipe.second_moment)
             )
-            gradient = _clipped(load(gradient), norm, config.max_grad_norm)
-            mean = config.beta1 * load(mu) + (1 - config.beta1) * gradient
-            square = config.beta2 * load(nu) + (1 - config.beta2) * gradient * gradient
+            gradient = _clipped(load(gradient), norm, numbers.norm)
+            mean = numbers.beta1 * load(mu) + numbers.rest1 * gradient
+            square = numbers.beta2 * load(nu) + numbers.rest2 * gradient * gradient
             rounding = recipe.second_moment_rounding
             stored = store(mean, first, key), store(square, second, key, rounding, divides=True)
             moments = jax.tree.map(lambda n, o: jnp.where(keep, n, o), stored, (mu, nu))
@@ -172,9 +209,9 @@ class AdamW:
                 moment if fmt == FLOAT32 else new
                 for moment, fmt, new in zip(moments, (first, second), (mean, square), strict=True)
             )
-            change = (mean / bias1) / (jnp.sqrt(square / bias2) + config.eps)
-            if decayed and config.weight_decay:
-                change = change + config.weight_decay * load(w)
+            change = (mean / bias1) / (jnp.sqrt(square / bias2) + numbers.eps)
+            if decayed and numbers.decays:
+                change = change + numbers.decay * load(w)
             moved, fits = _moved(w, rate, change, keep, recipe, matrix, key)
             return (moved, *moments), fits
 
@@ -202,16 +239,16 @@ class AdamW:
             optax.MaskedState(optax.EmptyState()),
             optax.ScaleByScheduleState(count),
         )
-        return (optax.EmptyState(), adamw) if self.config.max_grad_norm > 0 else adamw
+        return (optax.EmptyState(), adamw) if self.numbers.norm > 0 else adamw
 
     def _adam(self, state: Any) -> optax.ScaleByAdamState:
-        return (state[1] if self.config.max_grad_norm > 0 else state)[0]
+        return (state[1] if self.numbers.norm > 0 else state)[0]
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["schedule"],
-    meta_fields=["config", "decayed", "recipe"],
+    data_fields=["numbers", "schedule"],
+    meta_fields=["decayed", "recipe"],
 )
 @dataclass(frozen=True)
 class SGD:
@@ -219,12 +256,12 @@ class SGD:
     updates.
 
     Attributes:
-        config: weight decay, the norm that is clipped to.
+        numbers: weight decay, the norm that is clipped to.
         schedule, decayed: as in `AdamW`.
         recipe: format of the masters.
     """
 
-    config: OptimizerConfig
+    numbers: Numbers
     schedule: optax.Schedule
     decayed: Callable[[Any], Any]
     recipe: Recipe
@@ -243,14 +280,14 @@ class SGD:
         keep: Bool[Array, ""] | bool = True,
     ) -> tuple[Any, optax.ScaleByScheduleState, Bool[Array, ""]]:
         """Make one update."""
-        config, rate = self.config, self.schedule(state.count)
+        numbers, rate = self.numbers, self.schedule(state.count)
         masters, treedef = jax.tree.flatten(params, is_leaf=is_kept)
         key, done = jax.random.fold_in(jax.random.key(0), state.count), []
 
         def one(w, gradient, key, matrix, decayed):
-            change = _clipped(load(gradient), norm, config.max_grad_norm)
-            if decayed and config.weight_decay:
-                change = change + config.weight_decay * load(w)
+            change = _clipped(load(gradient), norm, numbers.norm)
+            if decayed and numbers.decays:
+                change = change + numbers.decay * load(w)
             moved, fits = _moved(w, rate, change, keep, self.recipe, matrix, key)
             return (moved,), fits
 
@@ -266,7 +303,7 @@ class SGD:
 
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "sgd": SGD}
-"""By optimizer.name, as (config, schedule, decayed, recipe)."""
+"""By optimizer.name, as (numbers, schedule, decayed, recipe)."""
 
 
 def _clipped(

@@ -59,7 +59,7 @@ from fp8rl_jax.parallel import (
     policy_shardings,
 )
 from fp8rl_jax.parallel.mesh import AXES, axis_sizes
-from fp8rl_jax.precision.formats import in_blocks
+from fp8rl_jax.precision.formats import in_blocks, mantissa_bits
 from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.paged.host import PART_RULES
 from fp8rl_jax.rollout.paged.layout import choose_layout
@@ -796,10 +796,10 @@ def _lost(recipe: Recipe, rate: float) -> str:
 
 def _half_steps(fmt: TensorFormat) -> list[float]:
     """From the shortest to the longest, of a usual weight in a format with scales."""
-    if fmt.element == "int4":  # even steps; a group's largest weight is 2 to 3 deviations
+    if (bits := mantissa_bits(fmt)) is None:
+        # 7 even steps of INT4 to a group's largest weight, which is 2 to 3 deviations
         return [_USUAL_WEIGHT * deviations / 14 for deviations in (2, 3)]
-    bits = {"mxfp4": 1, "nvfp4": 1}.get(fmt.element, 3) + 1
-    return [_USUAL_WEIGHT * 2.0**-power for power in (bits + 1, bits)]
+    return [_USUAL_WEIGHT * 2.0**-power for power in (bits + 2, bits + 1)]
 
 
 def _unit(plan: Plan) -> tuple[float, str]:

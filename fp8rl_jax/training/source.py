@@ -127,8 +127,8 @@ def rollout_export(
         compute dtype, or the masters where the recipe says so.
 
     Raises:
-        UserError: no run, a run of adapters, masters that the run's files do not have, or whatever
-            `rollout_form` refuses.
+        UserError: no run, a run of adapters or with a rollout.transform, masters that the run's
+            files do not have, or whatever `rollout_form` refuses.
     """
     if (run := run_directory(spec)) is None:
         raise UserError(f"--format rollout: {spec} is no run; name the format that is wanted")
@@ -138,6 +138,12 @@ def rollout_export(
         raise UserError(
             f"--format rollout: {run} serves a base and adapters beside it; name a format, which "
             "quantizes both as one"
+        )
+    if name := config.rollout.transform:
+        raise UserError(
+            f"--format rollout: {run} serves what rollout.transform = {name!r} makes of its "
+            "weights, with the draws of each step, and its files have the weights before it; name "
+            "the format that they are to be quantized to"
         )
     if recipe.weight_source == "master":
         if any(array.dtype.itemsize < 4 for array in arrays.values()):

@@ -39,7 +39,7 @@ from fp8rl_jax.training.kept import (
     store,
 )
 from fp8rl_jax.training.loss_scale import LossScale, factor, init_scale, next_scale
-from fp8rl_jax.training.optimizer import OPTIMIZERS, Optimizer
+from fp8rl_jax.training.optimizer import OPTIMIZERS, Numbers, Optimizer
 
 
 @jax.tree_util.register_dataclass
@@ -141,8 +141,7 @@ def make_optimizer(
     if updates < 1:
         raise UserError(f"updates = {updates} of a schedule must be at least 1")
     schedule = learning_rate(config, updates)
-    # the rate is the schedule's alone, and not a part of what a program is compiled for
-    return OPTIMIZERS[config.name](replace(config, learning_rate=0.0), schedule, decay_mask, recipe)
+    return OPTIMIZERS[config.name](Numbers.of(config), schedule, decay_mask, recipe)
 
 
 def kept_masters(trained: Trained, recipe: Recipe) -> Trained:

@@ -124,6 +124,10 @@ def test_a_run_is_exported_as_its_rollout_served_it(model, tmp_path, capsys):
     assert said[-1] == "quantization of the files: mxfp8, a scale for 1 x 32"
     for more, message in (
         ("[lora]\nrank = 2\n", "serves a base and adapters beside it"),
+        (
+            '[rollout]\ntransform = "noise.py:on_norms"\n',
+            "serves what rollout.transform = 'noise.py:on_norms' makes of its weights",
+        ),
         ('[recipes.ours.rollout]\nweight = "e3m2"\n', "'e3m2-1x128' cannot be exported"),
     ):
         (run / "config.toml").write_text(settings + more)

@@ -21,7 +21,7 @@ from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import linear_formats
 from fp8rl_jax.precision import QuantizedWeight, format_of, is_finite, linear
-from fp8rl_jax.precision.formats import BUILT_IN
+from fp8rl_jax.precision.formats import BUILT_IN, mantissa_bits
 from fp8rl_jax.precision.formats.grids import e2m1_numbers, unpack
 from fp8rl_jax.precision.formats.int4 import Int4
 from fp8rl_jax.precision.formats.minifloat import Minifloat
@@ -190,6 +190,7 @@ def test_small_floats_are_those_of_the_specification(element):
     exponent, mantissa = MINIFLOATS[element]
     small = Minifloat((1, 32), exponent, mantissa)
     assert small.largest == largest
+    assert mantissa_bits(parse_format(name)) == mantissa_bits(parse_format(element)) == mantissa
     np.testing.assert_array_equal(quantized(small, groups).dequantize(), got)
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy_formats
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from tiny_run import LEARNS, metric_rows, train, write_run
 from toy_formats import TWO_LEVELS, TwoLevels
 
 from fp8rl_jax.cli.main import main
+from fp8rl_jax.config.files import read_recipes
 from fp8rl_jax.config.formats import TensorFormat, parse_format
 from fp8rl_jax.config.recipe import STATE_ROLES, LinearPrecision, PrecisionConfig, Recipe
 from fp8rl_jax.config.run import RunConfig
@@ -26,6 +30,7 @@ from fp8rl_jax.parallel import policy_shardings
 from fp8rl_jax.parallel.mesh import AXES
 from fp8rl_jax.precision import QuantizedWeight, check_recipe, format_of, linear, register
 from fp8rl_jax.training.state import kept_masters, make_optimizer
+from fp8rl_jax.weights.load import load_policy, save_policy
 
 ALL = LinearPrecision(*[TWO_LEVELS] * 4)
 ROW = {
@@ -136,12 +141,14 @@ def test_its_arrays_are_placed_like_the_weight():
     assert served.layers.q_proj.value.quantized.values.shape == (2, 256, 128)  # two to a byte
 
 
-def test_a_frozen_base_in_it_is_unpacked_where_it_is_saved():
+def test_a_frozen_base_in_it_is_unpacked_where_it_is_saved(tmp_path):
     policy = init_policy(PolicyConfig("qwen3", 64, 32, 48, 2, 2, 1, 16), jax.random.key(0))
     recipe = Recipe("mine").with_formats((("rollout.weight", TWO_LEVELS),))
-    saved = merge(quantized_base(policy, recipe, jnp.float32)).layers.down_proj.value
+    merged = merge(quantized_base(policy, recipe, jnp.float32))
     expected = [restored(matrix) for matrix in np.asarray(policy.layers.down_proj.value)]
-    np.testing.assert_allclose(saved, expected, rtol=1e-6)
+    saved = save_policy(merged, tmp_path / "out", dtype="float32")
+    for each in (merged, load_policy(saved)):
+        np.testing.assert_allclose(each.layers.down_proj.value, expected, rtol=1e-6)
 
 
 def test_what_no_kernel_takes_is_refused_by_name(monkeypatch):
@@ -210,10 +217,16 @@ def test_moments_in_what_cannot_be_are_refused():
         Recipe("mine").with_formats((("rollout.weight", parse_format("bfloat16")),))
 
 
-def test_a_run_a_plan_doctor_and_a_comparison_know_it(tmp_path, capsys):
+def test_a_run_a_plan_doctor_a_comparison_and_an_export_know_it(tmp_path, capsys):
+    """Of the file that the run names, which nothing has imported yet."""
+    source = Path(toy_formats.__file__).read_text()
+    (tmp_path / "mine.py").write_text(source.replace('"two_levels"', '"of_a_file"'))
     kept = dict.fromkeys(("weight_gradient", "first_moment", "second_moment"), "two_levels")
-    mine = {"recipe": "mine", "recipes": {"mine": ROW | kept}, "trainer": {"steps": 2}}
-    run = write_run(tmp_path, LEARNS, mine)
+    row = json.loads(json.dumps(ROW | kept).replace("two_levels", "of_a_file"))
+    mine = {"recipe": "mine", "recipes": {"mine": row}, "trainer": {"steps": 2}}
+    run = write_run(tmp_path, LEARNS, mine, {"formats": [str(tmp_path / "mine.py")]})
+    assert main(["doctor", "--recipes", run, "--recipe", "mine"]) == 0
+    assert "of_a_file-1x16 weights, of_a_file-1x16 activations" in capsys.readouterr().out
     assert train(run, tmp_path / "run", "--precision.exact", "false") == 0
     first, second = metric_rows(tmp_path / "run")
     assert 5 < first["fp8/quant_snr_db_weight"] < 25  # 3 bits
@@ -222,10 +235,23 @@ def test_a_run_a_plan_doctor_and_a_comparison_know_it(tmp_path, capsys):
     capsys.readouterr()
     model = str(tmp_path / "run" / "model")
     assert main(["plan", run, "--model.path", model]) == 0
-    assert "rollout weights (two_levels" in capsys.readouterr().out
-    assert main(["doctor", "--recipes", run, "--recipe", "mine", "--model", model]) == 0
-    assert "two_levels-1x16 weights, two_levels-1x16 activations" in capsys.readouterr().out
+    assert "rollout weights (of_a_file" in capsys.readouterr().out
     words = ["--recipe", "mine", "--b.recipe", "jet-rl", "--recipes", run]
     assert main(["compare", model, *words]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "weight: two_levels 1x16 against e4m3 128x128 float32 scales" in text
+    assert "weight: of_a_file 1x16 against e4m3 128x128 float32 scales" in text
+    for name in ("rollout", "of_a_file"):
+        words = ["--model", str(tmp_path / "run"), "--format", name]
+        assert main(["export", *words, "--output", str(tmp_path / "out")]) == 2
+        assert "cannot be exported, no layout is known for it" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_of_formats_that_cannot_be_is_one_line(tmp_path):
+    for formats, message in (
+        ('["nowhere.py"]', "formats: 'nowhere.py' does not import: FileNotFoundError"),
+        ('"nowhere.py"', "formats: expected a list of strings"),
+    ):
+        (tmp_path / "mine.toml").write_text(f"formats = {formats}\n[recipes.mine]\n")
+        with pytest.raises(UserError, match=f"mine.toml: {message}"):
+            read_recipes([str(tmp_path / "mine.toml")])

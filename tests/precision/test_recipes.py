@@ -651,6 +651,25 @@ def test_a_recipes_correction_is_the_preset_of_that_name(name):
         assert (filled.weights, filled.bounds, filled.overflow) == ("token", "keep", "zero")
 
 
+def test_an_output_gradient_with_its_own_quantizer_has_its_usual_blocks():
+    def gradient(element, **more):
+        asked = PrecisionConfig(output_gradient=element, **more)
+        check.check_formats(changed := get_recipe("jet-rl", asked))
+        return changed.output_gradient.name
+
+    for name in ("mxfp8", "mxfp6", "mxfp4", "nvfp4", "nvfp4_rows", "fp4"):
+        assert gradient(name) == parse_format(name).name
+    assert gradient("mxfp8") == "mxfp8-1x32" and gradient("fp4") == "fp4-1xall"
+    # what a scale is shared by is the recipe's, or what was asked for
+    assert gradient("e3m2") == "e3m2-1x128"
+    assert gradient("e5m2", scale="power_of_two") == "e5m2-1x128-power_of_two"
+    assert gradient("mxfp8", trainer=SideScales(block=64)) == "mxfp8-1x64"
+    with pytest.raises(
+        UserError, match=r"output_gradient\.scale is not of mxfp8, which has a rule"
+    ):
+        gradient("mxfp8", scale="power_of_two")
+
+
 def test_output_gradient_format():
     assert get_recipe("jet-rl", PrecisionConfig(output_gradient="e5m2")).output_gradient == replace(
         A, element="e5m2"

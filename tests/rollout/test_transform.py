@@ -12,6 +12,7 @@ from rollout.tiny import make_engine, make_policy, make_prompts
 from rollout.toy_transform import noisy_norms
 from tiny_run import LEARNS, check_refused, measured, metric_rows, train, write_run
 
+from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.recipe import PrecisionConfig
 from fp8rl_jax.config.run import RolloutConfig, RunConfig
 from fp8rl_jax.errors import UserError
@@ -92,7 +93,7 @@ def test_noise_falls_by_stages_and_is_on_the_norms_alone():
             transformed(policy, SyncContext(10, key, None, 100), NOISE, wrong)
 
 
-def test_a_run_serves_it_says_so_and_goes_on_bit_for_bit(tmp_path):
+def test_a_run_serves_it_says_so_and_goes_on_bit_for_bit(tmp_path, capsys):
     run = write_run(tmp_path, LEARNS, NOISY, {"checkpoint": {"every": 1}})
     assert train(run, tmp_path / "whole") == 0
     rows = metric_rows(tmp_path / "whole")
@@ -104,6 +105,16 @@ def test_a_run_serves_it_says_so_and_goes_on_bit_for_bit(tmp_path):
     assert train(plain, tmp_path / "plain", "--precision.exact", "false") == 0
     # the trainer has no noise
     assert rows[0]["mismatch/k3"] > 1e3 * metric_rows(tmp_path / "plain")[0]["mismatch/k3"] >= 0
+    # what else is asked of such a run goes by its files, and says so where that is another policy
+    capsys.readouterr()
+    noisy, other = str(tmp_path / "whole"), str(tmp_path / "plain")
+    assert main(["plan", run]) == main(["doctor", "--model", noisy]) == 0
+    assert "transform" not in capsys.readouterr().err
+    words = ["--max-tokens", "4", "--compute-dtype", "float32"]
+    assert main(["compare", noisy, other, *words]) == 0
+    assert capsys.readouterr().err.count("it is left out here") == 1
+    assert main(["export", "--model", noisy, "--format", "rollout", "--output", other]) == 2
+    assert "rollout.transform" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

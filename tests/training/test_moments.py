@@ -24,7 +24,7 @@ from fp8rl_jax.parallel.mesh import AXES
 from fp8rl_jax.precision import QTensor
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.kept import load, store
-from fp8rl_jax.training.optimizer import AdamW
+from fp8rl_jax.training.optimizer import AdamW, Numbers
 from fp8rl_jax.training.state import (
     apply_gradients,
     decay_mask,
@@ -52,7 +52,9 @@ def _adam(name, rate=0.0, beta2=0.99, eps=1e-8):
     """Adam behind no clipping, its moments in a format."""
     config = OptimizerConfig(beta2=beta2, eps=eps, max_grad_norm=0.0)
     schedule = learning_rate(replace(config, learning_rate=rate), 1)
-    return AdamW(config, schedule, partial(jax.tree.map, lambda _: False), in_format(name))
+    return AdamW(
+        Numbers.of(config), schedule, partial(jax.tree.map, lambda _: False), in_format(name)
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16])

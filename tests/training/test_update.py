@@ -98,13 +98,14 @@ def test_skipping_the_old_logprob_pass_changes_nothing(policy, batch):
     ):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
     before = step.update_program._cache_size()
-    faster = make_optimizer(OptimizerConfig(learning_rate=2e-2, weight_decay=0.1), 4)
+    numbers = {"weight_decay": 0.2, "beta1": 0.8, "beta2": 0.95, "eps": 1e-9}
+    faster = make_optimizer(OptimizerConfig(learning_rate=2e-2, **numbers), 4)
     named = replace(CONFIG, recipe=recipe("bf16", "mine"))
     state = init_state(init_policy(SHAPE, jax.random.key(0)), faster)
     further, _, _ = update(state, batch, named, faster)
     assert (
         step.update_program._cache_size() == before
-    )  # a rate and a name are no part of the program
+    )  # what is swept and a name are no part of the program
     start = init_policy(SHAPE, jax.random.key(0)).norm.value
     once, twice = (np.asarray(x.policy.norm.value - start) for x in (skipped, further))
     np.testing.assert_allclose(twice, 2 * once, rtol=1e-3)

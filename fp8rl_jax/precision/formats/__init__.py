@@ -31,6 +31,7 @@ import jax.numpy as jnp
 
 from fp8rl_jax.config.formats import MINIFLOATS, WHOLE, TensorFormat, register_name
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.precision.formats.drawn import Drawn
 from fp8rl_jax.precision.formats.fp4 import FP4, ClampedFP4
 from fp8rl_jax.precision.formats.int4 import Int4
 from fp8rl_jax.precision.formats.minifloat import Minifloat
@@ -116,6 +117,15 @@ def max_value(fmt: TensorFormat) -> float:
     Raises UserError for the compute dtype.
     """
     return fmt.element_type.largest
+
+
+def mantissa_bits(fmt: TensorFormat) -> int | None:
+    """Look up the bits of the mantissa of a format's numbers; None where all are one step apart, or
+    a format of one's own does not say."""
+    if in_blocks(fmt):
+        return jnp.finfo(element_dtype(fmt)).nmant
+    made = _REGISTERED[fmt.element]
+    return made.mantissa if isinstance(made, Drawn) else None
 
 
 BUILT_IN: dict[str, Format] = {

@@ -17,6 +17,11 @@ class Drawn(Format):
     """A format whose subclass says once how it rounds."""
 
     @property
+    def mantissa(self) -> int | None:
+        """Bits of the mantissa of its numbers; None where all are one step apart."""
+        return None
+
+    @property
     def is_e2m1(self) -> bool:
         """Whether its numbers are 0, 0.5, 1, 1.5, 2, 3, 4, 6 times a scale."""
         return False

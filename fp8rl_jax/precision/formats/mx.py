@@ -130,6 +130,10 @@ class MX(Drawn):
         return expand_scales(q.scales.astype(jnp.float32), self.block, q.shape[-2:])
 
     @property
+    def mantissa(self) -> int:
+        return ELEMENTS[self.element].mantissa
+
+    @property
     def is_e2m1(self) -> bool:
         return self.element == "e2m1"
 

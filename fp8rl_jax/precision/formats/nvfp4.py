@@ -58,6 +58,7 @@ class NVFP4(Drawn):
     four_over_six: bool = False
     packed: ClassVar[int] = 2
 
+    mantissa: ClassVar[int] = 1
     is_e2m1: ClassVar[bool] = True
 
     @property

@@ -197,23 +197,12 @@ def _decode(policy: Policy, queue: Queue, state: State, sampling: Sampling, layo
     slots = slots._replace(held=slots.held + feeds)
 
     logits = policy.compute.product(hidden, policy.head)
-    banned = None
-    if sampling.bad_words is not None:
-        banned = sampling.bad_words.completing(_of_rows(rows.bad_state, row))
     keys = jax.vmap(jax.random.fold_in)(_of_rows(queue.keys, row), count)
-    drawn, behaviour, full, support = draw(logits, keys, sampling, banned, policy.compute)
-    stopped = jnp.zeros_like(there)
-    if sampling.stop_token_ids:
-        stopped = jnp.isin(drawn, jnp.asarray(sampling.stop_token_ids, jnp.int32))
-    stop_state: Any = rows.stop_state
-    bad_state: Any = rows.bad_state
-    if sampling.stop_strings is not None:
-        after, complete = sampling.stop_strings.step(_of_rows(stop_state, row), drawn)
-        stop_state = stop_state.at[row].set(after, mode="drop")
-        stopped |= complete
-    if sampling.bad_words is not None:
-        after, _ = sampling.bad_words.step(_of_rows(bad_state, row), drawn)
-        bad_state = bad_state.at[row].set(after, mode="drop")
+    phrases = jax.tree.map(lambda states: _of_rows(states, row), rows.phrases)
+    drawn, behaviour, full, support = draw(
+        logits, keys, sampling, sampling.banned(phrases), policy.compute
+    )
+    stopped, phrases = sampling.read(drawn, phrases)
 
     def write(tables, columns):
         return jax.tree.map(
@@ -229,8 +218,9 @@ def _decode(policy: Policy, queue: Queue, state: State, sampling: Sampling, layo
         policy_logprobs=write(rows.policy_logprobs, full),
         support=write(rows.support, support),
         stopped=rows.stopped.at[row].set(stopped, mode="drop"),
-        stop_state=stop_state,
-        bad_state=bad_state,
+        phrases=jax.tree.map(
+            lambda all_rows, new: all_rows.at[row].set(new, mode="drop"), rows.phrases, phrases
+        ),
     )
     return _leave(queue, _counted(queue, state, there)._replace(rows=rows, slots=slots), ended)
 

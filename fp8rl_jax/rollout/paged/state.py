@@ -14,7 +14,7 @@ from fp8rl_jax.models.moe import route_dtype
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.rollout.paged.layout import Layout
 from fp8rl_jax.rollout.sampler import cache_dtype
-from fp8rl_jax.rollout.sampling import Sampling
+from fp8rl_jax.rollout.sampling import PhraseStates, Sampling
 
 NEW, ACTIVE, EVICTED, DONE = range(4)
 """Where a row is: it has no tokens, or is in a slot, or lost it, or has ended."""
@@ -42,8 +42,7 @@ class Queue(NamedTuple):
 class Rows(NamedTuple):
     """What becomes of the N rows: as in Rollout, and
 
-    count: tokens that a row has; status: NEW to DONE; stop_state, bad_state: where each is in the
-    sampling's phrases.
+    count: tokens that a row has; status: NEW to DONE.
     """
 
     status: Int[Array, " n"]
@@ -53,8 +52,7 @@ class Rows(NamedTuple):
     policy_logprobs: Float[Array, "n t"]
     support: Support | None
     stopped: Bool[Array, " n"]
-    stop_state: Int[Array, " n"] | None
-    bad_state: Int[Array, " n"] | None
+    phrases: PhraseStates
     expert_ids: Int[Array, "n t sparse k"] | None
 
 
@@ -236,10 +234,7 @@ def new_rows(count: int, sampling: Sampling, pad: int) -> Rows:
         pad: token id of the padding.
     """
     width, none = sampling.max_new_tokens, jnp.zeros(count, jnp.int32)
-    states = [
-        None if table is None else none for table in (sampling.stop_strings, sampling.bad_words)
-    ]
     numbers = jnp.zeros((count, width), jnp.float32)
     tokens = jnp.full((count, width), pad, jnp.int32)
-    support = sampling.no_support(count)
-    return Rows(none, none, tokens, numbers, numbers, support, none > 0, *states, None)
+    support, phrases = sampling.no_support(count), sampling.at_start(count)
+    return Rows(none, none, tokens, numbers, numbers, support, none > 0, phrases, None)
