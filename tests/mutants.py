@@ -563,8 +563,8 @@ LIST: list[Mutant] = [
         ("starts-at-0", "in range(self.start, steps)", "in range(steps)", "a_run_serves"),
         (
             "calibrated-on-step-0",
-            "collector.prompts(self.start)",
-            "collector.prompts(0)",
+            "self._prompts_after(self.start - 1)",
+            "self.collector.prompts(0)",
             "a_run_serves",
         ),
     ),
@@ -945,8 +945,8 @@ LIST: list[Mutant] = [
         ),
         (
             "scored-twice",
-            "scores = score_distributed(self.pool, examples, sampled.texts)",
-            "scores = [score_distributed(self.pool, examples, sampled.texts) for _ in range(2)][1]",
+            "return score_distributed(self.pool, examples, sampled.texts)",
+            "return [score_distributed(self.pool, examples, sampled.texts) for _ in range(2)][1]",
             "a_step_learns",
         ),
         (
