@@ -203,6 +203,9 @@ def _decode(policy: Policy, queue: Queue, state: State, sampling: Sampling, layo
         logits, keys, sampling, sampling.banned(phrases), policy.compute
     )
     stopped, phrases = sampling.read(drawn, phrases)
+    stop_state, bad_state = jax.tree.map(
+        lambda states, new: states.at[row].set(new, mode="drop"), rows.phrases, phrases
+    )
 
     def write(tables, columns):
         return jax.tree.map(
@@ -218,9 +221,8 @@ def _decode(policy: Policy, queue: Queue, state: State, sampling: Sampling, layo
         policy_logprobs=write(rows.policy_logprobs, full),
         support=write(rows.support, support),
         stopped=rows.stopped.at[row].set(stopped, mode="drop"),
-        phrases=jax.tree.map(
-            lambda all_rows, new: all_rows.at[row].set(new, mode="drop"), rows.phrases, phrases
-        ),
+        stop_state=stop_state,
+        bad_state=bad_state,
     )
     return _leave(queue, _counted(queue, state, there)._replace(rows=rows, slots=slots), ended)
 

@@ -42,7 +42,8 @@ class Queue(NamedTuple):
 class Rows(NamedTuple):
     """What becomes of the N rows: as in Rollout, and
 
-    count: tokens that a row has; status: NEW to DONE.
+    count: tokens that a row has; status: NEW to DONE; stop_state, bad_state: where each is in the
+    sampling's phrases. Checkpoints know what is carried over by these names.
     """
 
     status: Int[Array, " n"]
@@ -52,8 +53,14 @@ class Rows(NamedTuple):
     policy_logprobs: Float[Array, "n t"]
     support: Support | None
     stopped: Bool[Array, " n"]
-    phrases: PhraseStates
+    stop_state: Int[Array, " n"] | None
+    bad_state: Int[Array, " n"] | None
     expert_ids: Int[Array, "n t sparse k"] | None
+
+    @property
+    def phrases(self) -> PhraseStates:
+        """Both states, as `Sampling` takes them."""
+        return self.stop_state, self.bad_state
 
 
 class Loaded(NamedTuple):
@@ -237,4 +244,4 @@ def new_rows(count: int, sampling: Sampling, pad: int) -> Rows:
     numbers = jnp.zeros((count, width), jnp.float32)
     tokens = jnp.full((count, width), pad, jnp.int32)
     support, phrases = sampling.no_support(count), sampling.at_start(count)
-    return Rows(none, none, tokens, numbers, numbers, support, none > 0, phrases, None)
+    return Rows(none, none, tokens, numbers, numbers, support, none > 0, *phrases, None)
