@@ -37,9 +37,9 @@ if not directory.name.startswith("start"):
     checkpoints = directory / "checkpoints"
     done = max((int(each.name) for each in checkpoints.glob("*")), default=0)
     if does == "slow":
-        time.sleep(0.3)
+        time.sleep(0.5)
         print("compiling the rollout ...", flush=True)
-        time.sleep(0.3)
+        time.sleep(0.5)
         print("compiled the rollout in 1 s", flush=True)
     with (directory / "metrics.jsonl").open("a") as file:
         for step in range(done, steps):
