@@ -1655,6 +1655,19 @@ def costs(name: str, arm: str = "fp8-rl", baseline: str = "bf16") -> tuple[str, 
     )
 
 
+def gained(name: str, arms: Sequence[str]) -> tuple[str, str]:
+    """Accuracy of arms before training and after it."""
+    found = study(name)
+    texts = [
+        f"`{arm}` from {estimate(found.arms[arm].before, '.3f')} to {estimate(found.arms[arm].after, '.3f')}"
+        for arm in arms
+    ]
+    return (
+        f"accuracy in {found.steps} steps: {', '.join(texts)}",
+        f"{found.seeds} seeds x {found.problems} problems",
+    )
+
+
 def paired(
     before: list[dict[str, Any]], after: list[dict[str, Any]], alpha: float
 ) -> tuple[Interval, int]:
@@ -1906,6 +1919,12 @@ def spiked_in_rl() -> tuple[str, str]:
 
 
 CLAIMS = (
+    Claim(
+        "What does the demo learn?",
+        lambda: gained("demo", ("bf16", "fp8-rl")),
+        "The demo",
+        is_main=True,
+    ),
     Claim(
         "Does FP8 rollout cost accuracy on the demo?",
         lambda: costs("demo"),

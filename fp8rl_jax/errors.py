@@ -43,7 +43,12 @@ def for_the_command_line() -> Generator[None]:
 def switch(key: str) -> str:
     """Spell a boolean setting that is to be turned on: `--resume` to users of the command,
     `resume=True` from Python."""
-    return f"--{key.replace('_', '-')}" if _Reader.types_flags else f"{key}=True"
+    return worded(f"--{key.replace('_', '-')}", f"{key}=True")
+
+
+def worded(command: str, python: str) -> str:
+    """Say the one to users of the command, and the other where Python called."""
+    return command if _Reader.types_flags else python
 
 
 def listing(names: Sequence[str], shown: int = 5) -> str:

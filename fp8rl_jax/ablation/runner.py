@@ -62,6 +62,8 @@ _PROCESS = (sys.executable, "-m", "fp8rl_jax.ablation.process")
 _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec little is allowed
 _POLL_SECONDS = 0.5
 _PAGE_SECONDS = 60.0
+_LINE_SECONDS = 60.0
+"""Between lines about runs at work, where there is no terminal to draw a table on."""
 _GRACE_SECONDS = 10.0
 """Between the signal that asks a process to end and the one that makes it."""
 
@@ -165,6 +167,11 @@ class Working:
     first: tuple[int, float] | None = None
     """(step, time) of the first row that was seen."""
     row: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Steps that its rows tell of."""
+        return min(self.row.get("step", -1) + 1, self.job.steps)
 
     @property
     def left(self) -> float:
@@ -696,6 +703,7 @@ class _Screen:
         terminal = terminal and runner.report is print
         self.live = Live(console=self.console, auto_refresh=False) if terminal else None
         self.has_told = bool(runner._seconds)
+        self.told = time.monotonic()
 
     def __enter__(self) -> _Screen:
         if self.live:
@@ -712,12 +720,18 @@ class _Screen:
             self.console.print(line, markup=False, highlight=False)
         else:
             self.runner.report(line)
+            sys.stdout.flush()  # a pipe keeps pages of what is printed back
 
     def show(self, working: list[Working], done: int, left: float) -> None:
         if not self.live:
             if left and not self.has_told:
                 self.has_told = True
                 self.say(f"about {_time_text(left)} for what is left, by the first steps")
+            if time.monotonic() - self.told >= _LINE_SECONDS:
+                self.told = time.monotonic()
+                for each in working:
+                    log = self.runner.logs / f"{each.job.name}.log"
+                    self.say(f"{each.job.name}: {_doing(each, log)}")
             return
         grid = Table("arm", "seed", "step", "reward", "mismatch k3", "left", box=None)
         for each in working:
@@ -725,7 +739,7 @@ class _Screen:
             grid.add_row(
                 job.arm.name if job.arm else job.name,
                 str(job.seed) if job.arm else "",
-                f"{min(each.row.get('step', -1) + 1, job.steps)}/{job.steps}",
+                f"{each.step}/{job.steps}",
                 _number(each.row.get("reward/mean"), ".3f"),
                 _number(each.row.get("mismatch/k3"), ".1e"),
                 _time_text(each.left),
@@ -733,6 +747,15 @@ class _Screen:
         about = f"; about {_time_text(left)} left for all" if left else ""
         grid.caption = f"{done} of {self.total} done{about}"
         self.live.update(grid, refresh=True)
+
+
+def _doing(each: Working, log: Path) -> str:
+    """Where a process is: its step, and what it compiles or about what is left."""
+    where = f"step {each.step} of {each.job.steps}" if each.row else "no step yet"
+    said = last_line(log.read_text(encoding="utf-8", errors="replace"))
+    if said.startswith("compiling "):
+        return f"{where}, {said}"
+    return f"{where}, about {_time_text(each.left)} left" if each.left else where
 
 
 def _update(each: Working, rows: list[dict[str, Any]]) -> None:

@@ -9,8 +9,9 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fp8rl_jax.config.formats import TensorFormat
@@ -26,7 +27,13 @@ is the flag, dashes for underscores: `--rollout.max-new-tokens 32`. Files are re
 `--tracking.wandb true`, and off by `--tracking.no-wandb` or `--tracking.wandb false`. In Python a key is a keyword by its last name
 where no other table has it (`learning_rate=1e-5`), or else `**{"rl.correction.method": "token_tis"}`.
 What other projects call a setting: [guides/coming_from.md](guides/coming_from.md).
+
+Each table of a run has an example, then its keys with what they are where nothing is said; what needs more words than a cell has
+stands below it.
 """
+_EXAMPLES = Path(__file__).with_name("config_examples.toml")
+_CELL = 240
+"""Letters that a cell of the page has room for."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,18 @@ def config(arguments: ConfigArguments) -> None:
 
 def page(tree: type) -> str:
     """Write the page for a tree of dataclasses whose fields have docstrings under them."""
-    return "\n".join([_HEAD, *_sections(tree(), ""), *_recipe_section()]) + "\n"
+    return "\n".join([_HEAD, *_sections(tree(), ""), *_recipe_section()])
+
+
+def examples() -> dict[str, str]:
+    """Read the TOML example of each table, by its dotted name; "" is the top level."""
+    found: dict[str, list[str]] = {"": []}
+    for line in _EXAMPLES.read_text(encoding="utf-8").splitlines():
+        if head := re.fullmatch(r"\[([\w.-]+)\]", line):
+            found[head[1]] = []
+        if not line.startswith("#"):
+            found[[*found][-1]].append(line)
+    return {name: "\n".join(lines).strip() for name, lines in found.items()}
 
 
 def first_help(prog: str, tree: type, summary: str, keys: Sequence[str]) -> str:
@@ -104,24 +122,41 @@ def field_docstrings(tree: type) -> dict[str, str]:
 
 def _sections(node: Any, prefix: str) -> Iterator[str]:
     fields, documented = fields_of(type(node)), field_docstrings(type(node))
+    name = prefix.rstrip(".")
     summary = " ".join((inspect.getdoc(type(node)) or "").split())
-    yield f"## {prefix.rstrip('.') or 'Top level'}\n\n{summary}\n"
-    below = []
-    for name, annotation in fields.items():
-        value = getattr(node, name)
-        if dataclasses.is_dataclass(annotation):
-            below.append((value, f"{prefix}{name}."))
-        else:
-            yield (
-                f"- **`{prefix}{name}`** = `{_text(value)}` ({describe(annotation)}). "
-                f"{documented[name]}"
-            )
-    yield ""
-    for child, path in below:
-        yield from _sections(child, path)
+    yield f"## {name or 'Top level'}\n\n{summary}\n\n```toml\n{examples()[name]}\n```\n"
+    values = {key: getattr(node, key) for key in fields}
+    plain = [key for key, kind in fields.items() if not dataclasses.is_dataclass(kind)]
+    yield from _keys(
+        (f"{prefix}{key}", _text(values[key]), describe(fields[key]), documented[key])
+        for key in plain
+    )
+    for key in fields:
+        if key not in plain:
+            yield from _sections(values[key], f"{prefix}{key}.")
+
+
+def _keys(rows: Iterable[tuple[str, str, str, str]]) -> Iterator[str]:
+    """Write keys, defaults, types and meanings as a table; what no cell has room for goes on below
+    it."""
+    table, below = ["| key | default | type | meaning |", "| --- | --- | --- | --- |"], []
+    for key, default, kind, meaning in rows:
+        first, rest = meaning, ""
+        if len(meaning) > _CELL:
+            first, _, rest = meaning.partition(". ")
+        if rest:
+            first, _ = f"{first}. (More below.)", below.append(f"- `{key}`: {rest}")
+        if len(kind) > _CELL:
+            kind, _ = "one of the names below", below.append(f"- `{key}` is {kind}.")
+        cells = (f"**`{key}`**", f"`{default}`", kind, first)
+        table.append(f"| {' | '.join(cell.replace('|', r'\|') for cell in cells)} |")
+    yield "\n".join(table) + "\n"
+    if below:
+        yield "\n".join(below) + "\n"
 
 
 def _recipe_section() -> Iterator[str]:
+    found = [text for name, text in examples().items() if name.startswith("recipes.")]
     yield "## recipes.NAME\n"
     yield (
         "A recipe of one's own, named by `recipe`; fp8rl_jax/config/recipe.py begins with an "
@@ -130,25 +165,27 @@ def _recipe_section() -> Iterator[str]:
         "(fp8rl_jax/config/formats.py), "
         "or a table of `element`, `block` and `scale`, which changes what it names.\n"
     )
-    yield (
-        "- **`recipes.NAME.base`** = `none` (a string). Recipe whose fields hold where this "
-        "row has none of its own."
+    yield f"```toml\n{'\n\n'.join(found)}\n```\n"
+    base = "Recipe whose fields hold where this row has none of its own."
+    yield from _keys(
+        [
+            ("recipes.NAME.base", NONE_TEXT, "a string", base),
+            *_recipe_fields(Recipe(""), "recipes.NAME."),
+        ]
     )
-    yield from _recipe_fields(Recipe(""), "recipes.NAME.")
-    yield ""
 
 
-def _recipe_fields(node: Any, prefix: str) -> Iterator[str]:
+def _recipe_fields(node: Any, prefix: str) -> Iterator[tuple[str, str, str, str]]:
     documented = field_docstrings(type(node))
     for name, annotation in fields_of(type(node)).items():
         value, key = getattr(node, name), f"{prefix}{name}"
         if annotation is TensorFormat:
-            yield f"- **`{key}`** = `{_text(value.name)}` (a format). {documented[name]}"
+            yield key, _text(value.name), "a format", documented[name]
         elif dataclasses.is_dataclass(annotation):
             yield from _recipe_fields(value, f"{key}.")
         elif name != "name":
             value = value or {} if describe(annotation) == "a table of tables" else value
-            yield f"- **`{key}`** = `{_text(value)}` ({describe(annotation)}). {documented[name]}"
+            yield key, _text(value), describe(annotation), documented[name]
 
 
 def _text(value: Any) -> str:

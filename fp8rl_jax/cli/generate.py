@@ -28,8 +28,9 @@ class LinesArguments:
     """File for the answers, one JSON object a line, in the order of the input."""
     recipe: str = "bf16"
     """Precision recipe, built-in or of --recipes."""
-    compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Dtype of everything that the recipe does not quantize."""
+    compute_dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """Dtype of everything that the recipe does not quantize; None: float32 on a CPU, bfloat16 on
+    other devices."""
     batch_size: int = 16
     """Lines computed at one time."""
     recipes: tuple[str, ...] = ()
@@ -78,10 +79,10 @@ class GenerateArguments(LinesArguments):
     system_prompt: str = ""
     """As task.system_prompt; empty: that of a run, where the model is one."""
     interactive: bool = False
-    """Talk with the model in the terminal, without input and output; --max-new-tokens 512 is a good
-    length."""
-    max_new_tokens: int = 64
-    """Longest completion, its stop token included."""
+    """Talk with the model in the terminal, without input and output."""
+    max_new_tokens: int | None = None
+    """Longest completion, its stop token included; None: 64, and in a conversation 256, or half of
+    the model's positions where it has fewer than 512."""
     temperature: float = 0.0
     """Softmax temperature; 0: greedy."""
     top_k: int = 0
@@ -163,7 +164,7 @@ class GenerateArguments(LinesArguments):
             + files
             + _faults(
                 (
-                    self.max_new_tokens >= 1,
+                    self.max_new_tokens is None or self.max_new_tokens >= 1,
                     f"--max-new-tokens: {self.max_new_tokens} must be at least 1",
                 ),
                 (self.temperature >= 0, f"--temperature: {self.temperature} must not be negative"),
@@ -221,7 +222,7 @@ def logprobs(arguments: LogprobsArguments) -> None:
         model.load(),
         [line.tokens for line in lines],
         model.recipe,
-        arguments.compute_dtype,
+        model.dtype,
         arguments.temperature,
         arguments.batch_size,
     )
@@ -248,14 +249,14 @@ def generate(arguments: GenerateArguments) -> None:
         from fp8rl_jax.cli.chat import talk
 
         return talk(model, sampling, arguments.stop, arguments.seed)
-    lines = model.read_lines(arguments.input, generation=True, reserve=arguments.max_new_tokens)
+    lines = model.read_lines(arguments.input, generation=True, reserve=sampling.max_new_tokens)
     offline.check_writable(arguments.output)
     answers = offline.complete(
         model.load(),
         [line.tokens for line in lines],
         model.recipe,
         sampling,
-        arguments.compute_dtype,
+        model.dtype,
         arguments.batch_size,
         arguments.seed,
         arguments.n,
@@ -287,6 +288,10 @@ def make_sampling(arguments: GenerateArguments, model: OpenModel) -> Sampling:
     from fp8rl_jax.rollout.constraints import Keys, make_constraints
     from fp8rl_jax.rollout.sampling import Sampling
 
+    length = arguments.max_new_tokens
+    if length is None:
+        positions = model.config.max_position_embeddings
+        length = max(1, min(256, positions // 2)) if arguments.interactive else 64
     constraints = make_constraints(
         model.tokenizer,
         model.config.vocab_size,
@@ -296,7 +301,7 @@ def make_sampling(arguments: GenerateArguments, model: OpenModel) -> Sampling:
         Keys("--stop", "--bad-words", "--logit-bias", "generation_config.json's eos_token_id"),
     )
     return Sampling(
-        max_new_tokens=arguments.max_new_tokens,
+        max_new_tokens=length,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,

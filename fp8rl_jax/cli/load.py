@@ -23,6 +23,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import tyro
 
 from fp8rl_jax.config.files import laid_over, read_values, run_directory, unchecked
+from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import (
     MAX_DEPTH,
     Mismatch,
@@ -175,7 +176,10 @@ def _flag_faults(tree: type[Any], flags: list[str], check_required: bool) -> Ite
                 yield f"{flag}: takes no value, got {show(' '.join(words))}"
         elif name not in annotations:
             key = flag.lstrip("-").removeprefix("no-")
-            yield f"{flag}: unknown flag{unknown_key_hint(key, list(known), flag_of)}"
+            hint = unknown_key_hint(key, list(known), flag_of)
+            if name == "--slurm" and tree is RunConfig:
+                hint = "; `sbatch experiments/launch/slurm.sh RUN.toml` trains on a SLURM cluster"
+            yield f"{flag}: unknown flag{hint}"
         else:
             try:
                 convert_text(words, annotations[name])

@@ -57,7 +57,9 @@ class OpenModel:
         return load_policy(self.directory, jnp.dtype(self.dtype))
 
 
-def open_model(model: str, recipe: str, recipes: tuple[str, ...], compute_dtype: str) -> OpenModel:
+def open_model(
+    model: str, recipe: str, recipes: tuple[str, ...], compute_dtype: str | None
+) -> OpenModel:
     """Find a model and read everything but its weights.
 
     Args:
@@ -65,12 +67,15 @@ def open_model(model: str, recipe: str, recipes: tuple[str, ...], compute_dtype:
             run.
         recipe: built-in, or of `recipes`.
         recipes: TOML files of recipes.
-        compute_dtype: of everything that the recipe does not quantize.
+        compute_dtype: of everything that the recipe does not quantize; None: float32 on a CPU,
+            bfloat16 on other devices.
 
     Raises:
         UserError: an unknown recipe or model, a file of recipes with faults, a config or tokenizer
             that cannot be used.
     """
+    import jax
+
     from fp8rl_jax.cli.commands import progress
     from fp8rl_jax.precision import check_recipe
     from fp8rl_jax.tokenizers.tokenizer import load_tokenizer
@@ -84,4 +89,6 @@ def open_model(model: str, recipe: str, recipes: tuple[str, ...], compute_dtype:
     tokenizer = load_tokenizer(directory, config.vocab_size)
     run = run_directory(model)
     task = TaskConfig() if run is None else read_config(RunConfig, run).task
-    return OpenModel(directory, config, tokenizer, row, compute_dtype, task)
+    # a CPU gains nothing by bfloat16, whose rounding turned SmolLM2-135M's greedy answers
+    dtype = compute_dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    return OpenModel(directory, config, tokenizer, row, dtype, task)

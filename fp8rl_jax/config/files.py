@@ -28,7 +28,7 @@ from fp8rl_jax.config.schema import (
     tables,
     unknown_key_hint,
 )
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, worded
 from fp8rl_jax.functions import import_once
 
 
@@ -147,7 +147,8 @@ def _read(file: str, faults: list[str]) -> dict[str, Any]:
             return values
         faults.append(f"{file}: tables or lists are nested more than {MAX_DEPTH} deep")
     except FileNotFoundError:
-        hint = "" if file.endswith(".toml") else " (flags begin with --)"
+        hint = worded(" (flags begin with --)", ", and no directory of a run")
+        hint = "" if file.endswith(".toml") else hint
         faults.append(f"{file}: no such file{hint}")
     except OSError as error:
         faults.append(f"{file}: cannot be read: {error.strerror}")

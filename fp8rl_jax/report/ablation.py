@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
@@ -15,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.cells import cell_len, set_cell_size
 
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.report.charts import (
@@ -47,8 +48,8 @@ from fp8rl_jax.statistics import t_interval
 
 VERSION = 2
 WIDTH = 100
-_COLUMNS = 3
-"""Arms beside each other in the text."""
+"""Columns of the text where no terminal says how many it has, and of its paragraphs at most."""
+_GAP = 2
 BROKEN = ("failed", "collapsed")
 _NUMBER, _MAYBE = (int, float), (int, float, type(None))
 _RUN = {
@@ -104,7 +105,7 @@ def write_page(record: Path) -> Path:
 
 
 def text(record: Path) -> str:
-    """Say what the page says, for a terminal of 100 columns.
+    """Say what the page says, as wide as the terminal; where there is none, in 100 columns.
 
     Args:
         record: the file `ablation.json`.
@@ -112,17 +113,31 @@ def text(record: Path) -> str:
     Raises:
         UserError: the record or a run's file is damaged.
     """
-    ablation = _read(record)
+    ablation, width = _read(record), shutil.get_terminal_size((WIDTH, 24)).columns
     facts = ablation.record
-    rows = _rows(ablation)
-    lines = [": ".join(filter(None, (facts["name"], facts["question"]))), "", *_verdicts(facts)]
-    for first in range(0, len(rows), _COLUMNS):
-        lines += ["", *_table(rows[first : first + _COLUMNS])]
+
+    def wrapped(line: str, indent: str = "  ") -> list[str]:
+        # an estimate and its interval stay in one piece
+        whole = re.sub(r"\S+ \([-+\d][^()]*\)", lambda found: found[0].replace(" ", "\xa0"), line)
+        lines = textwrap.wrap(
+            whole,
+            min(width, WIDTH),
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        return [each.replace("\xa0", " ") for each in lines]
+
+    lines = wrapped(": ".join(filter(None, (facts["name"], facts["question"]))))
+    lines += ["", *(part for sentence in _verdicts(facts) for part in wrapped(sentence))]
+    for table in _tables(_rows(ablation), width):
+        lines += ["", *table]
     if broken := _not_finished(facts):
         lines += ["", "runs that did not finish:"]
-        lines += [f"  {arm}, seed {seed}: {status}: {why}" for arm, seed, status, why in broken]
-    lines += ["", *(f"note: {note}" for note in ablation.notes)]
-    lines += textwrap.wrap(facts["methods"], WIDTH, break_long_words=False)
+        for arm, seed, status, why in broken:
+            lines += wrapped(f"- {arm}, seed {seed}: {status}: {why}")
+    lines += ["", *(part for note in ablation.notes for part in wrapped(f"note: {note}"))]
+    lines += wrapped(facts["methods"], "")
     return "\n".join(lines).rstrip()
 
 
@@ -234,7 +249,13 @@ def _render(ablation: Ablation) -> str:
         timing_chart(arms),
         *(curve_chart(curve, arms) for curve in others),
     ]
-    keys = {arm["name"]: arm for arm in arms_with_keys(arms)}
+    shown = [
+        ", ".join(filter(None, (facts["name"], _unquantized(facts)))) for facts in record["arms"]
+    ]
+    keys = {
+        arm["name"]: arm | {"shown": name}
+        for arm, name in zip(arms_with_keys(arms), shown, strict=True)
+    }
     return page_template("ablation.html").render(
         title=record["name"],
         record=record,
@@ -253,6 +274,12 @@ def _render(ablation: Ablation) -> str:
         notes=ablation.notes,
         **scripted(charts, ablation.seeds),
     )
+
+
+def _unquantized(arm: dict[str, Any]) -> str:
+    """What the recipe bf16 is in float32 compute, which its name contradicts; empty for others."""
+    is_plain = arm["recipe"] == "bf16" and arm["compute_dtype"] == "float32"
+    return "unquantized (float32)" if is_plain else ""
 
 
 def _verdicts(record: dict[str, Any]) -> list[str]:
@@ -282,7 +309,7 @@ def _rows(ablation: Ablation) -> list[dict[str, str]]:
         rows.append(
             {
                 "Arm": facts["name"],
-                "Recipe": facts["recipe"],
+                "Recipe": _unquantized(facts) or facts["recipe"],
                 "Compute dtype": facts["compute_dtype"],
                 "Seeds finished": ", ".join([finished, *others]),
                 record["metric"]["name"]: _estimate(
@@ -366,23 +393,19 @@ def _settings(record: dict[str, Any]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _table(rows: list[dict[str, str]]) -> list[str]:
-    """Print arms side by side, a line for each number of theirs."""
+def _tables(rows: list[dict[str, str]], width: int) -> Iterator[list[str]]:
+    """Write arms side by side, a line for each number of theirs, as many as fit; no cell is broken,
+    so one alone may be wider."""
     label, *numbers = rows[0]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column()
-    for row in rows:
-        table.add_column(row[label], overflow="fold")
-    for number in numbers:
-        table.add_row(number, *(row[number] for row in rows))
-    console = Console(
-        width=WIDTH,
-        color_system=None,
-        force_jupyter=False,  # which would show what is captured here
-        markup=False,
-        emoji=False,
-        highlight=False,
-    )
-    with console.capture() as captured:
-        console.print(table)
-    return [line.rstrip() for line in captured.get().splitlines()]
+    first = max(map(cell_len, ["", *numbers])) + _GAP
+    cells = [[row[name] for name in (label, *numbers)] for row in rows]
+    widths = [max(map(cell_len, column)) + _GAP for column in cells]
+    while cells:
+        fit = 1
+        while fit < len(cells) and first + sum(widths[: fit + 1]) - _GAP <= width:
+            fit += 1
+        beside = [[set_cell_size(name, first) for name in ("", *numbers)]]
+        for column, size in zip(cells[:fit], widths, strict=False):
+            beside.append([set_cell_size(cell, size) for cell in column])
+        yield ["".join(line).rstrip() for line in zip(*beside, strict=True)]
+        cells, widths = cells[fit:], widths[fit:]

@@ -78,6 +78,25 @@ class Experience:
         processes call it together."""
         return to_host(self.rollout.prompts.ids)[: self.prompts].tolist()
 
+    def repeated[T](self, values: Sequence[T]) -> list[T]:
+        """Repeat what belongs to a prompt, such as its answer, for each of its completions, as TRL
+        hands columns to reward functions.
+
+        Args:
+            values: [P], in the order of the prompts (of `prompt_ids`).
+
+        Returns:
+            [C], beside `texts`.
+
+        Raises:
+            UserError: they are not P.
+        """
+        if len(values) != self.prompts:
+            raise UserError(
+                f"values: expected {self.prompts}, one for each prompt, got {len(values)}"
+            )
+        return [value for value in values for _ in range(self.samples)]
+
     @property
     def prompts_in_batch(self) -> int:
         """P, and with it what the batch is filled up with."""

@@ -662,12 +662,12 @@ def check_fits(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) ->
 
 
 def device_text(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> str:
-    """Name the devices, and what the run needs of the memory of each, where that is known."""
+    """Name the devices, and what the plan counts for each, of its memory where that is known."""
     text = f"{jax.device_count()} x {jax.local_devices()[0].device_kind}"
-    if (limit := _device_limit(config)) is None:
-        return text
-    peak = memory_plan(shape, config, sizes).peak
-    return f"{text}, {peak / _GB:.1f} GB needed of {limit[0] / _GB:.1f} GB each"
+    plan, limit = memory_plan(shape, config, sizes), _device_limit(config)
+    size, unit = _unit(plan)
+    of = f" of {limit[0] / _GB:.1f} GB" if limit else ""
+    return f"{text}, {plan.peak / size:.1f} {unit} needed{of} each"
 
 
 def out_of_memory(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> str:

@@ -241,7 +241,8 @@ def announce(setup: Setup, report: Callable[[str], None], step: str = "") -> Non
 
 
 def opening(setup: Setup) -> list[str]:
-    """Tell of the model, of what the recipe quantizes of it, and of the devices, a line each."""
+    """Tell of the model, of what the recipe quantizes of it, of the devices, and where a reward or
+    an environment that was given in Python runs; a line each."""
     session, config = setup.session, setup.config
     recipe, shape = session.recipe, session.weights.config
     origin = config.model.path or f"built-in, random weights of seed {config.seed}"
@@ -255,10 +256,17 @@ def opening(setup: Setup) -> list[str]:
     ]
     formats += [f"KV cache {recipe.rollout.key.element}"] * recipe.quantizes_cache
     chosen = f"{len(quantized_layers(recipe, linears))} of {len(linears)} linears"
+    given = [name for name in ("reward", "environment") if getattr(setup, name) is not None]
+    apart = [
+        f"{name}: runs on copies, in worker processes; your variables do not change, and what it "
+        f"prints is in {reward_log(setup)}"
+        for name in given
+    ]
     return [
         f"model: {origin}; {parameter_count(shape):,} parameters in {shape.num_layers} layers",
         f"quantized: {'; '.join([chosen, *([listing(formats)] if formats else [])])}",
         f"device: {device_text(shape, config, dict(session.mesh.shape))}",
+        *apart,
     ]
 
 

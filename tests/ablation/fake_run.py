@@ -1,8 +1,8 @@
 """Stands for `python -m fp8rl_jax.cli.main` in tests of the queue: writes what a run leaves, fast.
 
 FAKE_RUN in the environment is {run directory's name: what it does}: "fail", "nan", "die" (by a
-signal, once, after its first checkpoint), "hang", "low" (accuracy), "no metric", "no problems",
-"other problems". Of a warm start ("start" in its name) nothing but the model is left.
+signal, once, after its first checkpoint), "hang", "slow" (says what it compiles, then a step at a
+time), "low" (accuracy), "no metric", "no problems", "other problems". Of a warm start ("start" in its name) nothing but the model is left.
 """
 
 from __future__ import annotations
@@ -36,14 +36,19 @@ if not directory.name.startswith("start"):
         sys.exit("fp8rl: error: no model to start from")
     checkpoints = directory / "checkpoints"
     done = max((int(each.name) for each in checkpoints.glob("*")), default=0)
+    if does == "slow":
+        time.sleep(0.5)
+        print("compiling the rollout ...", flush=True)
+        time.sleep(0.5)
+        print("compiled the rollout in 1 s", flush=True)
     with (directory / "metrics.jsonl").open("a") as file:
         for step in range(done, steps):
             print(json.dumps({"step": step, "reward/mean": 0.5}), file=file, flush=True)
             (checkpoints / str(step + 1)).mkdir(parents=True)
             if does == "die" and not flags:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if does == "hang":
-                time.sleep(60)
+            if does in ("hang", "slow"):
+                time.sleep(60 if does == "hang" else 0.6)
         accuracy = 0.8 + 0.01 * config["seed"] + 0.002 * (config["recipe"] == "bf16")
         accuracy = {"nan": None, "low": 0.1}.get(does, accuracy)
         last = {"step": steps, "eval/accuracy": accuracy, "eval/problems": PROBLEMS}

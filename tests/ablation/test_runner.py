@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -292,6 +293,20 @@ def test_a_terminal_shows_a_table_of_what_runs(study, fake, monkeypatch):
     said = screen.getvalue()
     assert all(head in said for head in ("arm", "seed", "step", "reward", "mismatch k3", "left"))
     assert "/2" in said and "bf16-0: finished" in said and "of 4 done" in said
+
+
+def test_without_a_terminal_each_run_at_work_has_a_line_a_minute(study, fake, monkeypatch):
+    """A minute here is every look; what compiles is in the run's log, and steps in its rows."""
+    monkeypatch.setattr(runner, "_LINE_SECONDS", 0.0)
+    fake(bf16_0="slow", fp8_0="slow")
+    path = study(start="shared", settings={"trainer": {"steps": 4}})
+    _, lines = ablate(path, jobs=2)
+    said = [line.removeprefix("bf16-0: ") for line in lines if line.startswith("bf16-0: ")]
+    assert said[0] == "started" and said[-1].startswith("finished")
+    assert "no step yet" in said and "no step yet, compiling the rollout ..." in said
+    assert "step 1 of 4" in said
+    assert any(re.fullmatch(r"step [23] of 4, about \d+ s left", line) for line in said)
+    assert any(line.startswith("fp8-0: step") for line in lines)
 
 
 def test_a_notebook_gets_plain_lines(study, fake, monkeypatch, capsys):

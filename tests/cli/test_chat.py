@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from offline_models import call, make_model
@@ -99,6 +100,18 @@ def test_a_template_sees_the_whole_conversation(templated, tmp_path, monkeypatch
     talk.begin()
     talk.answer("new")
     assert decode(seen[-1]) == "u<new>A"
+
+
+def test_what_is_not_said_suits_a_conversation_and_a_cpu(model):
+    """float32, and answers of 256 tokens, or of half the positions where that is less."""
+    asked = GenerateArguments(str(model), interactive=True)
+    opened = asked.open()
+    assert opened.dtype == "float32" and make_sampling(asked, opened).max_new_tokens == 64
+    long = replace(opened, config=replace(opened.config, max_position_embeddings=8192))
+    assert make_sampling(asked, long).max_new_tokens == 256
+    assert make_sampling(GenerateArguments(str(model)), long).max_new_tokens == 64
+    said = replace(asked, compute_dtype="bfloat16", max_new_tokens=300)
+    assert said.open().dtype == "bfloat16" and make_sampling(said, long).max_new_tokens == 300
 
 
 def test_a_stop_string_is_neither_shown_nor_kept(model):

@@ -6,12 +6,13 @@ from typing import Any, Literal
 
 import pytest
 
+import fp8rl_jax as fp8rl
 from fp8rl_jax.cli.load import load_config, parse_arguments
 from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.config.recipe import recipe as recipe_like
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.schema import validate
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, for_the_command_line
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,11 @@ def test_missing_files_and_stray_words_are_named(tmp_path):
         f"{tmp_path / 'f.toml'}: no such file",
         f"{tmp_path}: cannot be read: Is a directory",
     ]
-    assert faults("train") == ["train: no such file (flags begin with --)"]
+    with for_the_command_line():
+        assert faults("train") == ["train: no such file (flags begin with --)"]
+    with pytest.raises(UserError) as error:
+        fp8rl.evaluate("runs/nope")
+    assert str(error.value) == "runs/nope: no such file, and no directory of a run"
     assert faults("--steps", "1", "late.toml") == [
         "--steps: expected an integer, got '1 late.toml'"
     ]

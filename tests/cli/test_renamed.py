@@ -71,6 +71,13 @@ def test_a_whole_configuration_of_another_project_is_answered_key_by_key(tmp_pat
     ]
 
 
+def test_a_run_on_slurm_is_a_script_and_no_flag():
+    assert faults("--slurm") == [
+        "--slurm: unknown flag; `sbatch experiments/launch/slurm.sh RUN.toml` trains on a SLURM "
+        "cluster"
+    ]
+
+
 def test_a_misspelled_key_is_answered_with_the_nearest_key_first():
     assert renamed("optimizer.beta") is not None
     assert faults("--optimizer.beta", "1") == [

@@ -43,9 +43,11 @@ def changed(record, tmp_path, change):
     return path
 
 
-def test_verdicts_numbers_and_methods_are_in_the_page_and_in_the_text(record, page):
+def test_verdicts_numbers_and_methods_are_in_the_page_and_in_the_text(record, page, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     shown = Elements(page).text
     printed = text(record)
+    assert '<details id="methods">' in page
     for said in (SENTENCE, METHODS, "Does FP8 cost accuracy here", "jet-rl", "float32", "7.25"):
         assert said in shown and said in printed
     # accuracy 0.9 + lift, lift 0.01 (seed - 2) + 0.003 sin(7 seed + arm): t intervals of scipy
@@ -59,6 +61,41 @@ def test_verdicts_numbers_and_methods_are_in_the_page_and_in_the_text(record, pa
     # of each arm an interval and its middle; the baseline has none
     assert re.findall(r'class="mean" data-arm="(\d)"', answer) == ["1", "1", "2", "2"]
     assert "the loss of 0.04 that is allowed" in answer and "less that of bf16" in answer
+
+
+@pytest.mark.parametrize(("columns", "beside"), [(60, [1, 1, 1]), (80, [2, 1]), (120, [3])])
+def test_the_text_is_as_wide_as_the_terminal_and_breaks_no_number(
+    record, tmp_path, monkeypatch, columns, beside
+):
+    def change(content):
+        content["comparisons"][0]["sentence"] = f"{SENTENCE}; {SENTENCE}"
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    printed = text(changed(record, tmp_path, change))
+    assert max(map(len, printed.splitlines())) <= columns
+    tables = re.findall(r"^ {10,}\S.*$", printed, re.M)
+    assert [len(heads.split()) for heads in tables] == beside
+    for number in (
+        "0.902 (0.882, 0.922)",
+        "3 of 5, 1 failed, 1 collapsed",
+        "unquantized (float32)",
+    ):
+        assert number in printed
+    # no line begins within an estimate and its interval
+    assert printed.count("-0.010 (-0.034, 0.013)") == 3 and "fp8-rl - bf16: -0.010" in printed
+
+
+def test_the_recipe_that_quantizes_nothing_is_called_so_where_it_is_float32(record, tmp_path, page):
+    said = "unquantized (float32)"
+    assert f"bf16, {said}</button>" in page and Elements(page).text.count(said) == 2
+    row, *_ = re.findall(r"^Recipe .*$", text(record), re.M)
+    assert row.split()[:4] == ["Recipe", "unquantized", "(float32)", "fp8-rl"]
+
+    def change(content):
+        for arm in content["arms"]:
+            arm["compute_dtype"] = "bfloat16"
+
+    assert said not in text(changed(record, tmp_path, change))
 
 
 def test_runs_that_were_not_made_alike_are_named(record, tmp_path):
@@ -269,7 +306,7 @@ document.querySelector("iframe").addEventListener("load", (event) => {{
 </script>"""
 
 
-@pytest.mark.parametrize("width", [1200, 390])
+@pytest.mark.parametrize("width", [1920, 1200, 480, 390])
 def test_in_a_browser_it_fits_and_its_legend_and_pointer_work(chromium, tmp_path, page, width):
     probe = tmp_path / "probe.html"
     probe.write_text(PROBE.format(width=width, page=html.escape(page)))
@@ -278,9 +315,11 @@ def test_in_a_browser_it_fits_and_its_legend_and_pointer_work(chromium, tmp_path
     found = json.loads(html.unescape(result))
     assert found["scroll"] <= found["width"] and found["resources"] == []
     assert len(found["charts"]) == len(CURVES) + 3
-    if width == 390:
+    if width < 500:
         assert found["bottom"] <= 844, "the first chart is on the first screen of a phone"
     # left of the middle of the axes; rewards 0.2 + 0.7 step / 59 + lift, means of three steps
-    assert found["read"].startswith("step 28\nbf16: 0.522 (0.502, 0.542)\nfp8-rl: 0.511 (")
+    assert found["read"].startswith(
+        "step 28\nbf16, unquantized (float32): 0.522 (0.502, 0.542)\nfp8-rl: 0.511 ("
+    )
     assert found["before"] > 100 and found["after"] == 0 and found["back"] == found["before"]
     assert found["seeds"] == 0, "the legend's button hides the seeds"

@@ -53,7 +53,7 @@ def page(tmp_path):
     return write_report([tmp_path / "runs"], tmp_path / "report.html")
 
 
-@pytest.mark.parametrize("width", [1200, 400])
+@pytest.mark.parametrize("width", [1920, 1200, 480, 400])
 def test_the_page_fits_and_every_chart_is_drawn(chromium, tmp_path, page, width):
     measure = tmp_path / "measure.html"
     measure.write_text(MEASURE.format(width=width, page=html.escape(page.read_text())))

@@ -230,6 +230,12 @@ def test_a_run_with_a_reward_and_problems_of_a_notebook(tmp_path, capsys):
     setup = build(config, reward=score, **given)
     assert (len(setup.train), len(setup.held_out)) == (64, 8)
     run(setup)
+    said = [x for x in capsys.readouterr().out.splitlines() if x.startswith("reward: ")]
+    log = tmp_path / "run" / "rewards.log"
+    assert said == [
+        "reward: runs on copies, in worker processes; your variables do not change, and what it "
+        f"prints is in {log}"
+    ]
     (row,) = metric_rows(tmp_path / "run")
     assert "rewards/score/mean" in row and row["reward/errors"] == 0
     assert (

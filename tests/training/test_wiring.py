@@ -267,6 +267,14 @@ def experience_of() -> Experience:
     return Experience(rollout=rollout, texts=["?"] * 6, samples=2, temperature=1.0)
 
 
+def test_what_belongs_to_a_prompt_stands_beside_each_of_its_completions():
+    found = experience_of()
+    assert found.repeated(["x", None, 3]) == ["x", "x", None, None, 3, 3]
+    assert len(found.repeated(range(3))) == len(found.texts)
+    with pytest.raises(UserError, match="expected 3, one for each prompt, got 6$"):
+        found.repeated(["x"] * 6)
+
+
 def test_a_batch_holds_the_rollout():
     found = experience_of()
     rollout, batch = found.rollout, found.batch(RLConfig(), False)
