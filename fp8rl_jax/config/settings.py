@@ -98,6 +98,8 @@ def with_settings(
 def _meant(name: str, keys: Iterable[str], of_runs: Collection[str] = ()) -> list[str]:
     """The dotted keys that a last name may stand for."""
     found = [key for key in keys if key.rpartition(".")[2] == name and key not in of_runs]
+    # the trainer's mesh is the mesh
+    found = [key for key in found if not key.startswith("mesh.rollout.")]
     main = [key for key in found if key.split(".")[0] in _MAIN]
     others = [key for key in found if key.split(".")[0] not in (*_MAIN, *_FURTHER)]
     return found if others or not main else main

@@ -86,7 +86,7 @@ def test_a_name_of_the_hub_under_another_kind_is_told_its_own(kind):
 
 def test_without_the_library_a_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"needs datasets: pip install 'fp8rl_jax\[datasets\]', or"):
+    with pytest.raises(UserError, match="needs datasets: pip install datasets, or"):
         load_splits(task_of())
 
 

@@ -466,7 +466,7 @@ def test_parquet_has_rows_like_any_file(tmp_path):
 def test_parquet_without_its_package_is_one_clear_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match="is a Parquet file.*pip install 'fp8rl_jax.parquet.'"):
+    with pytest.raises(UserError, match="is a Parquet file.*pip install pyarrow, or"):
         read_problems(str(tmp_path / "a"), "task.name")
 
 

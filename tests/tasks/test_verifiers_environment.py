@@ -44,7 +44,7 @@ def task_of(which="single", limit=8, split="train", eval_split="", **args):
 
 def test_without_the_library_a_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers", None)
-    with pytest.raises(UserError, match=r"needs verifiers: pip install 'fp8rl_jax\[verifiers\]'$"):
+    with pytest.raises(UserError, match="needs verifiers: pip install 'verifiers<0.4'$"):
         load_splits(task_of())
 
 

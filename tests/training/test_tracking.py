@@ -290,9 +290,7 @@ def test_columns_name_metrics_that_the_record_has():
 def test_a_missing_extra_is_named_before_the_run(tmp_path, monkeypatch, key, package):
     monkeypatch.setitem(sys.modules, package, None)
     config = TrackingConfig(**{key: True})
-    with pytest.raises(
-        UserError, match=rf"^tracking.{key}: .*{package} .*pip install 'fp8rl_jax\[trackers\]'"
-    ):
+    with pytest.raises(UserError, match=rf"^tracking.{key}: .*{package} .*pip install {package}$"):
         make_tracker(tmp_path, config, total_steps=3)
 
 
