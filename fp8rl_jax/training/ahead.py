@@ -39,7 +39,7 @@ from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.adapters import adapted_shapes
 from fp8rl_jax.training.batch import Batch
 from fp8rl_jax.training.learner import micro_batches, step_config
-from fp8rl_jax.training.plan import rollout_mesh
+from fp8rl_jax.training.plan import rollout_sizes
 from fp8rl_jax.training.roofline import size_text
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import StepConfig, update_program
@@ -229,7 +229,7 @@ def describe(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> s
         "Compiled for H200s by XLA (nothing ran; the cache and weights of a paged rollout are "
         "arguments, not temporaries):"
     ]
-    own = dict(rollout_mesh(config.mesh).shape) if config.mesh.rollout.size else sizes
+    own = rollout_sizes(config.mesh, sizes)
     for name, lower in programs.items():
         found = compile_for_hopper(lower, shape, config, own if lower is lower_rollout else sizes)
         sent = [_sent(found.once)] if found.once else []

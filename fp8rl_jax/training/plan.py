@@ -200,7 +200,7 @@ def footprint(shape: PolicyConfig, config: RunConfig, mesh: AbstractMesh) -> Foo
         UserError: as `memory_plan`.
     """
     of = _shapes(shape, config)
-    rules = PART_RULES if config.rollout.engine == "paged" else DECODE_RULES
+    rules = _decode_rules(config)
     placed = partial(_device_bytes, mesh=mesh, rules=rules)
     with _as_on_chip(config):
         read = jax.eval_shape(predequantized, of.served)
@@ -274,7 +274,7 @@ def memory_plan(
     with _as_on_chip(config):
         if own.size:
             apart = rollout_mesh(config.mesh)
-            rules = PART_RULES if config.rollout.engine == "paged" else DECODE_RULES
+            rules = _decode_rules(config)
             beside = Plan(
                 {weights: _device_bytes(served, apart, rules)},
                 {"rollout": _rollout(shape, config, recipe, served, apart)},
@@ -313,6 +313,11 @@ def rollout_mesh(config: MeshConfig) -> AbstractMesh:
     return abstract_mesh({"data": own.data, "fsdp": 1, "expert": own.expert, "tensor": own.tensor})
 
 
+def rollout_sizes(config: MeshConfig, sizes: dict[str, int]) -> dict[str, int]:
+    """Find the sizes of the mesh that samples: the rollout's own, or the trainer's."""
+    return dict(rollout_mesh(config).shape) if config.rollout.size else sizes
+
+
 def mesh_sizes(config: MeshConfig, devices: int = 0) -> dict[str, int]:
     """Find the sizes of the trainer's mesh's axes without its devices.
 
@@ -332,6 +337,11 @@ def mesh_sizes(config: MeshConfig, devices: int = 0) -> dict[str, int]:
             )
         return dict(zip(AXES, axis_sizes(config, left), strict=True))
     return {axis: max(getattr(config, axis), 1) for axis in AXES}
+
+
+def _decode_rules(config: RunConfig) -> ShardingRules:
+    """Where the decode loop of a run's engine has its weights."""
+    return PART_RULES if config.rollout.engine == "paged" else DECODE_RULES
 
 
 def _device_bytes(tree: Any, mesh: AbstractMesh, rules: ShardingRules = DEFAULT_RULES) -> int:
@@ -372,7 +382,7 @@ def _rollout(
         widths = shape.head_dim - latent.rotary_dim + latent.value_dim + 2 * shape.attention_dim
         made = held * shape.num_heads * widths // tensor
         found["keys and values of one layer, made of latents (float32)"] = 4 * made
-    rules = PART_RULES if r.engine == "paged" else DECODE_RULES
+    rules = _decode_rules(config)
     gathered = _device_bytes(served, mesh, rules)
     if gathered > _device_bytes(served, mesh):
         found["rollout weights, gathered for the decode loop"] = gathered

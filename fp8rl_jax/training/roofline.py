@@ -51,7 +51,7 @@ from fp8rl_jax.training.plan import (
     abstract_mesh,
     footprint,
     memory_plan,
-    rollout_mesh,
+    rollout_sizes,
 )
 
 _SAMPLING = ("prefill", "decode")
@@ -126,7 +126,7 @@ def step_work(
     """
     held = footprint(shape, config, abstract_mesh(sizes))
     work = {"update": _update(shape, config, sizes, held, chip)}
-    rollout = _of_rollout(config, sizes)
+    rollout = rollout_sizes(config.mesh, sizes)
     if config.task.kind == "text":
         return work
     sync = Work(bytes=held.masters + held.served)
@@ -137,16 +137,11 @@ def step_work(
     return _rollout(shape, config, rollout, held, chip) | work | {"sync": sync}
 
 
-def _of_rollout(config: RunConfig, sizes: dict[str, int]) -> dict[str, int]:
-    """The sizes of the mesh that samples: the rollout's own, or `sizes`."""
-    return dict(rollout_mesh(config.mesh).shape) if config.mesh.rollout.size else sizes
-
-
 def _seconds_of(
     work: dict[str, Work], config: RunConfig, sizes: dict[str, int], chip: Chip
 ) -> dict[str, float]:
     """Seconds that each phase takes at least on the devices that run it."""
-    rollout = _of_rollout(config, sizes)
+    rollout = rollout_sizes(config.mesh, sizes)
     return {
         phase: each.least(chip, rollout if phase in _SAMPLING else sizes)
         for phase, each in work.items()
@@ -376,7 +371,7 @@ def largest_batch(
     as it is set.
     """
     unit = batch_shards(abstract_mesh(sizes)) * config.trainer.updates_per_rollout
-    unit = math.lcm(unit, batch_shards(abstract_mesh(_of_rollout(config, sizes))))
+    unit = math.lcm(unit, batch_shards(abstract_mesh(rollout_sizes(config.mesh, sizes))))
     micro = config.trainer.micro_batch_prompts
     unit = math.lcm(unit, micro * config.trainer.updates_per_rollout) if micro else unit
 
@@ -444,7 +439,7 @@ def _phases(
     table = _table("phase", "products", "memory", "links", "tensor", "at least", "bf16", "sent")
     found, others = (_seconds_of(each, config, sizes, chip) for each in (work, plain))
     for phase, each in work.items():
-        times = each.times(chip, _of_rollout(config, sizes) if phase in _SAMPLING else sizes)
+        times = each.times(chip, rollout_sizes(config.mesh, sizes) if phase in _SAMPLING else sizes)
         least, other = found[phase], others[phase]
         sent = ", ".join(f"{axis} {size_text(nbytes)}" for axis, nbytes in each.sent.items())
         table.add_row(phase, *map(_seconds, (*times.values(), least, other)), sent)

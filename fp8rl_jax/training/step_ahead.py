@@ -27,6 +27,7 @@ import numpy as np
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.logprobs import Support
+from fp8rl_jax.models.moe import route_dtype
 from fp8rl_jax.parallel import batch_sharding, to_global, to_host
 from fp8rl_jax.rollout.sampler import Prompts, Rollout
 from fp8rl_jax.training.collect import Collected, Collector
@@ -107,9 +108,9 @@ def _empty(config: RunConfig, session: Session) -> Rollout:
         ids: Any = np.zeros((rows, longest, size), np.int32)
         support = Support(ids, table)
     if config.trainer.router_replay and shape.experts is not None:
-        sparse = shape.num_layers - len(shape.experts.dense_layers), shape.experts.per_token
-        prompt_routes: Any = np.zeros((count, width, *sparse), np.int32)
-        routes: Any = np.zeros((rows, longest, *sparse), np.int32)
+        sparse, kind = len(shape.sparse_layers), route_dtype(shape.experts)
+        prompt_routes: Any = np.zeros((count, width, sparse, shape.experts.per_token), kind)
+        routes: Any = np.zeros((rows, longest, sparse, shape.experts.per_token), kind)
     rollout = Rollout(
         Prompts(tokens, none, none),
         table,
