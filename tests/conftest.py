@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -116,6 +117,15 @@ def log_level():
     before = logger.level
     yield
     logger.setLevel(before)
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """A test that leaves a handler behind would change what Ctrl-C does in those after it."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 @pytest.fixture

@@ -16,10 +16,11 @@ Qwen's chat templates write and vLLM's parser "hermes" reads them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any, NoReturn
@@ -291,17 +292,12 @@ def _load(task: TaskConfig) -> tuple[_Library, Any]:
         UserError: either does not load, or is none that can be played.
     """
     library, key = _Library(), f"task.name = {task.name!r}"
-    # An environment takes these signals for itself, and the trainer wants its own.
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        environment = library.load(task.name, **task.args)
+        with signals_kept():
+            environment = library.load(task.name, **task.args)
     # the environment's own code may raise anything, or call sys.exit
     except (Exception, SystemExit) as fault:
         raise UserError(f"{key}: {_why(fault)}") from fault
-    finally:
-        for number, handler in kept.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
     if not isinstance(environment, library.environment):
         raise UserError(f"{key} is a {type(environment).__name__}, and no Environment of verifiers")
     if environment.requires_group_rollouts:
@@ -315,6 +311,18 @@ def _load(task: TaskConfig) -> tuple[_Library, Any]:
             "of them"
         )
     return library, environment
+
+
+@contextlib.contextmanager
+def signals_kept() -> Generator[None]:
+    """An environment takes SIGINT and SIGTERM for itself, and the process wants its own."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
 
 
 def _why(fault: BaseException) -> str:

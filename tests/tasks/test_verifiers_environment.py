@@ -19,7 +19,11 @@ from fp8rl_jax.tasks.dataset import load_splits
 from fp8rl_jax.tasks.environment import EnvironmentFault
 from fp8rl_jax.tasks.episodes import Episode, Sampled, episode_scores
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
-from fp8rl_jax.tasks.verifiers_environment import build_verifiers_player, read_calls
+from fp8rl_jax.tasks.verifiers_environment import (
+    build_verifiers_player,
+    read_calls,
+    signals_kept,
+)
 
 HERE = Path(__file__).parent
 NAME = "verifiers-examples"
@@ -147,7 +151,8 @@ def own_rollout(library, task, row, turns):
         def setup_client(self, config): ...
         async def close(self): ...
 
-    environment = library.load_environment(task.name, **task.args)
+    with signals_kept():
+        environment = library.load_environment(task.name, **task.args)
     return asyncio.run(environment.run_rollout(row, Fixed(None), "", {}))
 
 
