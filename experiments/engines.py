@@ -109,7 +109,7 @@ class Turns:
     def __init__(self, name: str, policy: Policy, tokenizer: Tokenizer, arguments: Arguments):
         config = run_config(name, arguments)
         validate(config)
-        self.policy, self.recipe = policy, config.resolved_recipe()
+        self.policy, self.recipe = policy, config.resolved_recipe
         self.engine = (
             VllmEngine(config, self.recipe, tokenizer)
             if config.rollout.engine == "vllm"

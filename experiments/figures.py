@@ -766,7 +766,7 @@ def on_meshes() -> str:
     about = prose(f"""
         Programs compiled for H200s that are not there, of prompts of {width} tokens with {samples} completions of {new} tokens
         ({prompts} prompts an update, of the 32B model {most}): bytes that one device sends over a ring, by the axes of the mesh that they travel along,
-        of all but the decode loop, and of a step of it (of all rows at once in the static engine, of a part's slots in the paged one, of which this is
+        of all but the decode loop, and of a step of it (of all rows at once in the static engine, of a shard's slots in the paged one, of which this is
         the decode program alone). The last column is the memory of temporaries that XLA plans, and what `fp8rl plan` counts for them. Nothing ran.
         Layers are scanned, so that compiling does not grow with them: an update of {most_layers} layers of the 8B model for 64 devices takes
         {compiling[most_layers] / compiling[fewest]:.2f} times the CPU seconds of one of {fewest} (`--layers`).

@@ -115,7 +115,7 @@ def run(arguments: Arguments) -> None:
             vllm=vllm,
         )
         config = RunConfig(recipe=recipe, compute_dtype=dtype, rollout=rollout)  # ty: ignore
-        engine = VllmEngine(config, config.resolved_recipe(), tokenizer)
+        engine = VllmEngine(config, config.resolved_recipe, tokenizer)
         try:
             results[name] = list(_pushes(engine, policy, prompts, arguments))
         except UserError as error:

@@ -573,11 +573,11 @@ LIST: list[Mutant] = [
         WIRING,
         (
             "always-the-first-half",
-            "part=part: x[part], minis)",
-            "part=part: x[0], minis)",
+            "i=i: x[i], minis)",
+            "i=i: x[0], minis)",
             "two_updates",
         ),
-        ("one-update", "for part in range(self.count):", "for part in range(1):", "two_updates"),
+        ("one-update", "for i in range(self.count):", "for i in range(1):", "two_updates"),
         (
             "measured-and-not-used",
             'recipe.kv_calibration == "update"',
@@ -617,8 +617,8 @@ LIST: list[Mutant] = [
         ),
         (
             "micro-batches-forgotten",
-            "(trainer.micro_batch_prompts or part)",
-            "part",
+            "(trainer.micro_batch_prompts or of_update)",
+            "of_update",
             "one_update",
         ),
         (
@@ -664,7 +664,7 @@ LIST: list[Mutant] = [
         ),
         (
             "scored-at-once",
-            "micro_batches=parts), batch",
+            "micro_batches=micro_batches), batch",
             "micro_batches=1), batch",
             "the_reference_is",
         ),
@@ -1285,8 +1285,8 @@ LIST: list[Mutant] = [
         ),
         (
             "carried-behind-the-new",
-            "[split_batch(one, parts), split_batch(other, parts)]",
-            "[split_batch(other, parts), split_batch(one, parts)]",
+            "[split_batch(one, shards), split_batch(other, shards)]",
+            "[split_batch(other, shards), split_batch(one, shards)]",
             "carried_in_front",
         ),
         (
@@ -1865,7 +1865,7 @@ LIST: list[Mutant] = [
         "parallel/test_collectives.py",
         (
             "weights-that-share-an-input-apart",
-            "if parts == 1 or not all(map(fits, weights)):",
+            "if shards == 1 or not all(map(fits, weights)):",
             "if True:",
             "share_an_input",
         ),
@@ -1875,8 +1875,8 @@ LIST: list[Mutant] = [
         "parallel/test_formats_mesh.py",
         (
             "joined-weights-in-their-own-order",
-            "product.reshape(*lead, parts, -1), ends[:-1], axis=-1)",
-            "product, [parts * end for end in ends[:-1]], axis=-1)",
+            "product.reshape(*lead, shards, -1), ends[:-1], axis=-1)",
+            "product, [shards * end for end in ends[:-1]], axis=-1)",
             "codes_are",
         ),
     ),

@@ -74,7 +74,7 @@ class Cell:
         config = self.arm.config
         # of all the recipes, its own
         told = {key: plain(value) for key, value in flat(config).items() if key != "recipes"}
-        told |= {"recipe": repr(config.resolved_recipe()), "rules": self.rules}
+        told |= {"recipe": repr(config.resolved_recipe), "rules": self.rules}
         told |= {file: sha256 for file, sha256 in data_files(config)}
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 

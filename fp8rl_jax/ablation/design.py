@@ -375,10 +375,12 @@ def _with_objects(
 
 
 def _judge_faults(judge: str, base: RunConfig) -> list[str]:
-    try:
-        return [] if not judge or base.under(judge).resolved_recipe() else []
-    except UserError as error:
-        return [f"judge: {line}" for line in str(error).splitlines()]
+    if judge:
+        try:
+            _ = base.under(judge).resolved_recipe
+        except UserError as error:
+            return [f"judge: {line}" for line in str(error).splitlines()]
+    return []
 
 
 def seeds_of(value: Any) -> tuple[int, ...]:

@@ -185,7 +185,7 @@ def measure(kind: str, config: RunConfig) -> dict[str, Any]:
         goes; or {"fault": why} where it cannot be made, which keeps nobody from running the arm.
     """
     try:
-        recipe = config.resolved_recipe()
+        recipe = config.resolved_recipe
         quantizes = recipe.quantizes_linears or recipe.quantizes_attention
         return {"rounding": "fp8" if quantizes else config.compute_dtype, **RUNS[kind](config)}
     except Exception as error:

@@ -97,12 +97,12 @@ def _check(config: RunConfig, judge: str) -> Preflight:
     resolved: dict[str, Any] = {}
     sizes = (0.0, 0.0)
     try:
-        recipe = config.resolved_recipe()
+        recipe = config.resolved_recipe
         # once, and not in all runs that begin together
         self_test.confirm(config.precision.backend, lambda: kernel_sizes(model_shape(config)))
         check_recipe(recipe, config.precision.backend)
         if judge:
-            check_recipe(config.under(judge).resolved_recipe(), config.precision.backend)
+            check_recipe(config.under(judge).resolved_recipe, config.precision.backend)
         check_functions(config.rl, config.rollout.samples_per_prompt)
         mesh = make_mesh(config.mesh)
         shape = model_shape(config)

@@ -160,7 +160,7 @@ def from_vllm(
     """
     if faults := config.problems():
         raise UserError("\n".join(faults))
-    recipe, rollout = config.resolved_recipe(), config.rollout
+    recipe, rollout = config.resolved_recipe, config.rollout
     engine = VllmEngine(config, recipe, tokenizer)
     given = [row.prompt[: rollout.max_prompt_tokens] for row in rows]
     if cut := [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,7 +88,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class PagedConfig:
-    """Sizes of the paged engine; on a mesh, of each part of the batch."""
+    """Sizes of the paged engine; on a mesh, of each shard of the batch."""
 
     slots: int = 0
     """Completions that are decoded at one time; 0: all of a step, as many as the cache holds, and
@@ -321,8 +322,9 @@ class RunConfig:
         """`precision_text` of this run."""
         return precision_text(self.recipe, self.compute_dtype)
 
+    @cached_property
     def resolved_recipe(self) -> Recipe:
-        """Look up the recipe of the run, with the changes of [precision].
+        """The recipe of the run, with the changes of [precision]; looked up once.
 
         Its name is one of the built-in rows or of the run's own.
 
@@ -335,7 +337,7 @@ class RunConfig:
     def dithers(self) -> bool:
         """Whether masters are drawn at the start, as `model.dither` says."""
         if self.model.dither == "auto":
-            recipe = self.resolved_recipe()
+            recipe = self.resolved_recipe
             cells = self.compute_dtype != "float32" or recipe.shares_weights
             return cells and recipe.weight_rounding == "nearest" and self.lora.rank == 0
         return self.model.dither
@@ -383,7 +385,7 @@ class RunConfig:
         rollout, trainer, episodes = self.rollout, self.trainer, self.task.max_turns > 1
         faults, recipe = [], None
         try:
-            recipe = self.resolved_recipe()
+            recipe = self.resolved_recipe
             faults += self._calibration_problems(recipe) + self._carrying_problems(recipe)
             faults += self._acceptance_problems(recipe) + self._apart_problems(recipe)
             if recipe.weight_rounding == "stochastic" and self.compute_dtype == "float32":

@@ -38,7 +38,7 @@ def _value(config: RunConfig, key: str) -> Any:
 def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key or table that nothing reads, why)."""
     rollout, rl, lora, init = config.rollout, config.rl, config.lora, config.model.init
-    correction = rl.correction.resolve(config.resolved_recipe().correction)
+    correction = rl.correction.resolve(config.resolved_recipe.correction)
     bypass = correction.value("mode") == "bypass"
     reinforced = bypass and correction.value("bypass_loss") == "reinforce"
     unweighted = correction.value("weights") == "none" or (bypass and not reinforced)

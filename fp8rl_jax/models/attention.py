@@ -23,7 +23,7 @@ from fp8rl_jax.models.cache import KVCache, Pages
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import Layer, Tensor
 from fp8rl_jax.models.rope import base_frequencies
-from fp8rl_jax.parallel import by_parts
+from fp8rl_jax.parallel import by_shards
 from fp8rl_jax.precision import Compute, element_dtype, quantize_per_tensor
 from fp8rl_jax.precision.quantizer import round_through
 from pallas_kernels.attention import (
@@ -553,7 +553,7 @@ class Attention:
         cache = completion.keys, completion.values
         places = replace(completion, keys=None, values=None)
         operands = tokens, rope, cache, places, prefix, lengths, scales, window
-        return by_parts(on_device, operands, axes, (heads, own))
+        return by_shards(on_device, operands, axes, (heads, own))
 
     def token_keys(self, k: Array, v: Array, prefix) -> list[TokenBlock]:
         """List the blocks of keys as chunked attention takes them."""

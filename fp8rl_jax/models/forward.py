@@ -126,12 +126,12 @@ class TransformerLayer:
             prepared = self.prepare(rows, alike[0])
             return multiply_all(prepared, alike, out_dtype, self.compute, kind[1])
 
-        kinds = zip(map(jax.tree.structure, operands), map(self.parts, weights), strict=True)
+        kinds = zip(map(jax.tree.structure, operands), map(self.shards, weights), strict=True)
         products = _by_kind(multiply, operands, kinds)
         return [product.reshape(*x.shape[:-1], -1) for product in products]
 
-    def parts(self, weight: Tensor) -> int:
-        """Into how many the devices' parts of a weight cut its outputs, where the trainer joins
+    def shards(self, weight: Tensor) -> int:
+        """Into how many shards the devices cut the outputs of a weight, where the trainer joins
         them."""
         joins = self.compute.joins and isinstance(weight, Weight)
         return devices_of(weight.axes[-2]) if joins else 1

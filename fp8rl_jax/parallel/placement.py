@@ -118,9 +118,9 @@ def batch_sharding(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> NamedSha
     return NamedSharding(mesh, PartitionSpec(rules.mesh_axes("batch")))
 
 
-def split_batch(tree: Any, parts: int) -> Any:
-    """Split batched arrays into `parts` micro-batches of neighbouring rows, on a new axis."""
-    return jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), tree)
+def split_batch(tree: Any, count: int) -> Any:
+    """Split batched arrays into `count` runs of neighbouring rows, on a new axis."""
+    return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), tree)
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
@@ -129,14 +129,14 @@ def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 
 def batch_shards(mesh: Mesh | AbstractMesh, rules: ShardingRules = DEFAULT_RULES) -> int:
-    """Count the parts into which the mesh splits a batch."""
+    """Count the shards into which the mesh splits a batch."""
     return math.prod(mesh.shape[axis] for axis in rules.mesh_axes("batch") if axis in mesh.shape)
 
 
 def check_batch(
     rows: int, mesh: Mesh | AbstractMesh, key: str, rules: ShardingRules = DEFAULT_RULES
 ) -> None:
-    """Refuse a batch that the mesh cannot split into equal parts.
+    """Refuse a batch that the mesh cannot split into equal shards.
 
     Rows of one prompt are neighbours, so it is the number of prompts that has to divide.
 
@@ -147,12 +147,12 @@ def check_batch(
     Raises:
         UserError: naming `key` and the mesh axes.
     """
-    parts = batch_shards(mesh, rules)
-    if rows % parts:
+    shards = batch_shards(mesh, rules)
+    if rows % shards:
         axes = [axis for axis in rules.mesh_axes("batch") if axis in mesh.shape]
         sizes = " x ".join(f"mesh.{axis} ({mesh.shape[axis]})" for axis in axes)
         raise UserError(
-            f"{key} = {rows} does not divide by {sizes} = {parts}: make it a multiple of {parts}"
+            f"{key} = {rows} does not divide by {sizes} = {shards}: make it a multiple of {shards}"
         )
 
 

@@ -92,10 +92,10 @@ class ShardingRules:
         entries = []
         for logical, side in zip(axes, shape, strict=True):
             chosen = tuple(axis for axis in self.mesh_axes(logical) if axis in mesh.shape)
-            parts = _parts(chosen, mesh)
-            if side % parts:
+            shards = _shards(chosen, mesh)
+            if side % shards:
                 sizes = " x ".join(f"mesh.{axis} ({mesh.shape[axis]})" for axis in chosen)
-                fits = ", ".join(str(n) for n in range(1, min(side, parts) + 1) if side % n == 0)
+                fits = ", ".join(str(n) for n in range(1, min(side, shards) + 1) if side % n == 0)
                 raise UserError(
                     f"{name} {shape}: axis {logical} does not divide by {sizes}; use one of "
                     f"{fits} for it"
@@ -135,8 +135,8 @@ def scale_spec(
     sides = (1,) * (len(values_shape) - 2) + tuple(block)
     kept = []
     for entry, values, side, scales in zip(entries, values_shape, sides, scales_shape, strict=True):
-        parts = _parts(entry, mesh)
-        aligned = values % parts == 0 and (values // parts) % side == 0 and scales % parts == 0
+        shards = _shards(entry, mesh)
+        aligned = values % shards == 0 and (values // shards) % side == 0 and scales % shards == 0
         kept.append(entry if aligned else ())
     return _partition_spec(kept)
 
@@ -159,13 +159,13 @@ def constrain(x: jax.Array, *axes: str | None, rules: ShardingRules = DEFAULT_RU
     entries = []
     for logical, side in zip(axes, x.shape, strict=True):
         chosen = _split_over(logical, rules)
-        entries.append(chosen if side % _parts(chosen, mesh) == 0 else PartitionSpec.UNCONSTRAINED)
+        entries.append(chosen if side % _shards(chosen, mesh) == 0 else PartitionSpec.UNCONSTRAINED)
     return jax.lax.with_sharding_constraint(x, _partition_spec(entries))
 
 
 def devices_of(logical: str, rules: ShardingRules = DEFAULT_RULES) -> int:
     """Count the devices over which XLA splits an axis of that name; 1 without a mesh."""
-    return _parts(_split_over(logical, rules), jax.sharding.get_abstract_mesh())
+    return _shards(_split_over(logical, rules), jax.sharding.get_abstract_mesh())
 
 
 def splitting_axes(rows: int, rules: ShardingRules = DEFAULT_RULES) -> tuple[str, ...]:
@@ -177,14 +177,14 @@ def splitting_axes(rows: int, rules: ShardingRules = DEFAULT_RULES) -> tuple[str
     return () if rows % devices_of("batch", rules) else _split_over("batch", rules)
 
 
-def by_parts(
+def by_shards(
     function: Callable[..., Any],
     operands: tuple[Any, ...],
     axes: tuple[tuple[str | None, ...] | None, ...],
     results: Any,
     rules: ShardingRules = DEFAULT_RULES,
 ) -> Any:
-    """Run function(*operands) on each device's part of them, in a `jax.shard_map`.
+    """Run function(*operands) on each device's shard of them, in a `jax.shard_map`.
 
     For what needs no exchange, such as attention of rows and heads, and holds kernels, which XLA
     does not split. Without a mesh, on one device, and where no axis is left to XLA, it is called as
@@ -205,7 +205,7 @@ def by_parts(
         for x in jax.tree.leaves(tree) if names else ():
             for name, side in zip(names or (), x.shape, strict=True):
                 chosen = _split_over(name, rules)
-                fits = side % _parts(chosen, mesh) == 0
+                fits = side % _shards(chosen, mesh) == 0
                 split[name] = split.get(name, chosen) if fits else ()
 
     def spec(names: tuple[str | None, ...] | None) -> PartitionSpec:
@@ -247,7 +247,7 @@ def _axes(entry) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _parts(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> int:
+def _shards(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 

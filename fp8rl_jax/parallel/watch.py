@@ -67,7 +67,7 @@ class Progress:
         self._compiling = False
 
     @contextmanager
-    def part(self, name: str) -> Generator[None]:
+    def enter(self, name: str) -> Generator[None]:
         """Enter and leave a phase of a step."""
         if threading.current_thread() is not threading.main_thread():
             yield

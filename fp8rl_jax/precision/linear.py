@@ -305,18 +305,18 @@ def multiply_all(
     weights: Sequence[LinearWeight],
     out_dtype: jnp.dtype,
     compute: Compute,
-    parts: int = 1,
+    shards: int = 1,
 ) -> list[Float[Array, "*m n"]]:
     """Multiply one input, prepared by any of them, by weights of one kind: as each of them would,
     and in one kernel where Hopper has one for all.
 
     Args:
-        parts: devices over which the outputs of each are split, where they are to be multiplied as
+        shards: devices over which the outputs of each are split, where they are to be multiplied as
             one weight (`Compute.joins`).
     """
-    if len(weights) > 1 and (one := _as_one(weights, parts)) is not None:
+    if len(weights) > 1 and (one := _as_one(weights, shards)) is not None:
         product = one.multiply(x, out_dtype, compute)
-        return _apart(product, [w.shape[0] for w in weights], parts)
+        return _apart(product, [w.shape[0] for w in weights], shards)
     quantized = [w for w in weights if isinstance(w, QuantizedWeight)]
     if (
         isinstance(x, QuantizedInput)
@@ -328,33 +328,33 @@ def multiply_all(
     return [weight.multiply(x, out_dtype, compute) for weight in weights]
 
 
-def _as_one(weights: Sequence[LinearWeight], parts: int) -> LinearWeight | None:
+def _as_one(weights: Sequence[LinearWeight], shards: int) -> LinearWeight | None:
     """One weight of several, whose part of each device is that device's part of each of them; None
     where a part is no whole number of blocks, or another copy of a weight would have to follow."""
 
     def join(*arrays: Array) -> Array:
-        split = [x.reshape(parts, -1, *x.shape[1:]) for x in arrays]
+        split = [x.reshape(shards, -1, *x.shape[1:]) for x in arrays]
         return jnp.concatenate(split, axis=1).reshape(-1, *arrays[0].shape[1:])
 
     def fits(weight: LinearWeight) -> bool:
         n = weight.shape[0]
         if isinstance(weight, PlainWeight):
-            return isinstance(weight.values, Array) and weight.values.ndim == 2 and n % parts == 0
+            return isinstance(weight.values, Array) and weight.values.ndim == 2 and n % shards == 0
         if not isinstance(weight, QuantizedWeight) or weight.turned is not None:
             return False
         side = weight.quantized.format.block[0]
         sides = {x.shape[0] for x in jax.tree.leaves(weight.quantized)}
-        return n % (parts * side) == 0 and sides <= {n, n // side}
+        return n % (shards * side) == 0 and sides <= {n, n // side}
 
-    if parts == 1 or not all(map(fits, weights)):
+    if shards == 1 or not all(map(fits, weights)):
         return None
     return jax.tree.map(join, *weights)
 
 
-def _apart(product: Array, sizes: Sequence[int], parts: int) -> list[Array]:
+def _apart(product: Array, sizes: Sequence[int], shards: int) -> list[Array]:
     """The product of each of the weights of `_as_one`, from that of all."""
-    lead, ends = product.shape[:-1], [*accumulate(size // parts for size in sizes)]
-    by_part = jnp.split(product.reshape(*lead, parts, -1), ends[:-1], axis=-1)
+    lead, ends = product.shape[:-1], [*accumulate(size // shards for size in sizes)]
+    by_part = jnp.split(product.reshape(*lead, shards, -1), ends[:-1], axis=-1)
     return [x.reshape(*lead, -1) for x in by_part]
 
 

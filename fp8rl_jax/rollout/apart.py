@@ -26,7 +26,7 @@ from fp8rl_jax.parallel import (
 )
 from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.engine import LocalEngine, PagedEngine
-from fp8rl_jax.rollout.paged.host import PART_RULES
+from fp8rl_jax.rollout.paged.host import SHARD_RULES
 from fp8rl_jax.rollout.sampler import Prompts, Rollout
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.sync import NO_CONTEXT, SyncContext
@@ -43,7 +43,7 @@ class ApartEngine:
 
     def __init__(self, engine: LocalEngine, mesh: Mesh, trainer: Mesh):
         self._engine, self.mesh, self._trainer = engine, mesh, trainer
-        self._rules = PART_RULES if isinstance(engine, PagedEngine) else DECODE_RULES
+        self._rules = SHARD_RULES if isinstance(engine, PagedEngine) else DECODE_RULES
 
     @property
     def version(self) -> int:

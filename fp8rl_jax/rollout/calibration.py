@@ -83,7 +83,7 @@ def observe_qkv(
         recipe: its rollout formats of Q, K and V, of masters the trainer's of the linears, and how
             many prompts are measured.
         dtype: compute dtype.
-        micro_batches: parts of equal size, whole prompts each, that are run one after the other;
+        micro_batches: of equal size, whole prompts each, that are run one after the other;
             fewer where the recipe's kv_prompts do not split into so many.
         backend: kernels of the forward; those of the trainer, so that its scales are those of its
             own forward.
@@ -120,10 +120,10 @@ def observe_qkv(
 
 def _every(prompts: int, wanted: int) -> int:
     """Find k such that every k-th of the prompts are as many as are wanted or a few more; a whole
-    number of each part of the batch."""
-    parts = batch_shards(jax.sharding.get_abstract_mesh())
+    number of each shard of the batch."""
+    shards = batch_shards(jax.sharding.get_abstract_mesh())
     steps = range(prompts // wanted if 0 < wanted < prompts else 1, 0, -1)
-    return next((k for k in steps if prompts % k == 0 and prompts // k % parts == 0), 1)
+    return next((k for k in steps if prompts % k == 0 and prompts // k % shards == 0), 1)
 
 
 def _spread(prompts: int, every: int, x: Array) -> Array:

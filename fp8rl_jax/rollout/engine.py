@@ -393,12 +393,12 @@ class PagedEngine(LocalEngine):
     def _turn(self, prompts: Prompts, sampling: Sampling, key: Key[Array, ""]) -> Rollout:
         """Sample one completion of each prompt, with what the call before has left."""
         policy, (count, width) = self._ready(), prompts.tokens.shape
-        layout, parts = self._layout(policy, prompts, 1, sampling, self._turns)
+        layout, shards = self._layout(policy, prompts, 1, sampling, self._turns)
         tokens, lengths, ids = to_host(prompts)
         fed = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
         _, first, again = np.unique(ids, return_index=True, return_inverse=True)
         first = first[again]  # the place of the first prompt of the same id
-        asked, size = first == np.arange(count), count // parts
+        asked, size = first == np.arange(count), count // shards
         earlier, self._earlier = self._earlier, None
         shape, source, begins = (count, sampling.max_new_tokens), *np.zeros((2, count), np.int32)
         if earlier is not None and (earlier.shape != shape or earlier.marks is not self._marks):
@@ -406,7 +406,7 @@ class PagedEngine(LocalEngine):
         if earlier is not None:
             source, begins = earlier.continued(np.where(asked, ids, -1), fed, size)
         longest = (lengths - begins)[asked].max()
-        chunk = part_of(width, longest, (16, 4, 1))
+        chunk = fraction_of(width, longest, (16, 4, 1))
         rollout, kept, there = paged_converse(
             policy,
             prompts,
@@ -444,13 +444,13 @@ class PagedEngine(LocalEngine):
         every: int = 0,
     ) -> Iterator[Rollout]:
         policy, ids = self._ready(), to_host(prompts.ids)
-        layout, parts = self._layout(policy, prompts, samples, sampling)
+        layout, shards = self._layout(policy, prompts, samples, sampling)
         known = [self._lengths[i] for i in ids.tolist() if i in self._lengths]
         typical = float(np.median(known)) if known else 0.0
         expected = np.array([self._lengths.get(i, typical) for i in ids.tolist()])
-        order, places, size = balanced(expected, parts), np.arange(len(ids)), len(ids) // parts
+        order, places, size = balanced(expected, shards), np.arange(len(ids)), len(ids) // shards
         back = None
-        if (order // size != places // size).any():  # to other parts of the batch, and back
+        if (order // size != places // size).any():  # to other shards of the batch, and back
             prompts, limits = _placed(prompts, limits, order)
             back, order = np.argsort(order), places
         rollouts = paged_generate(
@@ -473,7 +473,7 @@ class PagedEngine(LocalEngine):
         self, progress: InProgress, sampling: Sampling, enough: int
     ) -> tuple[Rows, dict[str, Array]]:
         """Sample on with completions in progress until `enough` prompts have all theirs, in equal
-        shares of the parts of the batch.
+        shares of its shards.
 
         In the order of the prompts, so that what comes of it depends on nothing else.
 
@@ -487,8 +487,8 @@ class PagedEngine(LocalEngine):
             RuntimeError, UserError: as `generate`.
         """
         policy, prompts = self._ready(), progress.prompts
-        layout, parts = self._layout(policy, prompts, progress.samples, sampling)
-        order = jnp.tile(jnp.arange(len(prompts.lengths) // parts, dtype=jnp.int32), parts)
+        layout, shards = self._layout(policy, prompts, progress.samples, sampling)
+        order = jnp.tile(jnp.arange(len(prompts.lengths) // shards, dtype=jnp.int32), shards)
         return paged_go_on(
             policy,
             prompts,
@@ -497,7 +497,7 @@ class PagedEngine(LocalEngine):
             sampling=sampling,
             layout=layout,
             order=order,
-            enough=enough // parts,
+            enough=enough // shards,
         )
 
     def _layout(
@@ -508,12 +508,12 @@ class PagedEngine(LocalEngine):
         sampling: Sampling,
         widest: int = 0,
     ) -> tuple[Layout, int]:
-        """The sizes of a part of the batch, and the number of parts."""
+        """The sizes of a shard of the batch, and the number of shards."""
         count, width = prompts.tokens.shape
-        parts = batch_shards(jax.sharding.get_abstract_mesh())
-        if count % parts:
-            raise ValueError(f"generate: {count} prompts do not split into {parts} equal parts")
-        shape = (count // parts, width), samples, sampling.max_new_tokens
+        shards = batch_shards(jax.sharding.get_abstract_mesh())
+        if count % shards:
+            raise ValueError(f"generate: {count} prompts do not split into {shards} equal shards")
+        shape = (count // shards, width), samples, sampling.max_new_tokens
         if (shape, widest) not in self._layouts:
             hopper = selected_backend(self.backend) == "hopper"
             # found once: what is free differs from call to call, and those that leave the cache to
@@ -523,7 +523,7 @@ class PagedEngine(LocalEngine):
             room = self._room.setdefault(held, free / token_bytes(policy))
             chosen = choose_layout(self.paged, *shape, hopper, room, widest)
             self._layouts[shape, widest] = chosen
-        return self._layouts[shape, widest], parts
+        return self._layouts[shape, widest], shards
 
 
 @dataclass(frozen=True)
@@ -552,11 +552,11 @@ class Earlier:
         Args:
             ids: of prompts; -1 for one that nothing is looked for.
             prompts: their tokens.
-            size: prompts of a part of the batch.
+            size: prompts of a shard of the batch.
 
         Returns:
-            (place of the earlier prompt in its part, tokens that both begin with), 0 where nothing
-            is kept, or in another part.
+            (place of the earlier prompt in its shard, tokens that both begin with), 0 where nothing
+            is kept, or in another shard.
         """
         source, begins = np.zeros((2, len(ids)), np.int32)
         for place, (name, tokens) in enumerate(zip(ids.tolist(), prompts, strict=True)):
@@ -573,22 +573,22 @@ def shared_prefix(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other) - 1))
 
 
-def balanced(expected: Float[np.ndarray, " p"], parts: int) -> Int[np.ndarray, " p"]:
-    """Deal prompts to the parts of a batch, as many to each, the longest first and each to the part
-    that has least so far (Graham's rule, 1969).
+def balanced(expected: Float[np.ndarray, " p"], shards: int) -> Int[np.ndarray, " p"]:
+    """Deal prompts to the shards of a batch, as many to each, the longest first and each to the
+    shard that has least so far (Graham's rule, 1969).
 
     Args:
         expected: length of each prompt's completions.
 
     Returns:
-        Places of the prompts, part by part.
+        Places of the prompts, shard by shard.
     """
-    sums, dealt = np.zeros(parts), [[] for _ in range(parts)]
+    sums, dealt = np.zeros(shards), [[] for _ in range(shards)]
     for place in np.argsort(-expected, kind="stable"):
-        part = int(np.argmin(sums))
-        dealt[part].append(int(place))
-        full = len(dealt[part]) == len(expected) // parts
-        sums[part] = np.inf if full else sums[part] + expected[place]
+        shard = int(np.argmin(sums))
+        dealt[shard].append(int(place))
+        full = len(dealt[shard]) == len(expected) // shards
+        sums[shard] = np.inf if full else sums[shard] + expected[place]
     return np.array(sum(dealt, []))
 
 
@@ -642,9 +642,9 @@ def _kinds(arrays: list[Array]) -> list[tuple[tuple[int, ...], jnp.dtype]]:
     return [(x.shape, x.dtype) for x in arrays]
 
 
-def part_of(width: int, longest: int, parts: tuple[int, ...]) -> int:
-    """Choose the first of the width's parts, a part n being an nth of it, that holds `longest`."""
-    return next(size for n in parts if (size := -(-width // n)) >= longest)
+def fraction_of(width: int, longest: int, divisors: tuple[int, ...]) -> int:
+    """Divide `width` by the first of `divisors` that leaves room for `longest`."""
+    return next(size for n in divisors if (size := -(-width // n)) >= longest)
 
 
 def pad_prompts(tokens: list[list[int]], ids: list[int], width: int, pad: int = 0) -> Prompts:

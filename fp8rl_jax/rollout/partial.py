@@ -7,7 +7,7 @@ arXiv 2501.12599, section 2.6; APRIL, arXiv 2509.18521). A completion then has t
 weights. Each keeps the log-probability with which it was sampled, so the rollout correction weighs
 it as it does every other, and the version of the weights that sampled it.
 
-Everything here is numpy on the host, the same on every process. On a mesh a part of the batch has
+Everything here is numpy on the host, the same on every process. On a mesh a shard of the batch has
 its own share of the prompts, those carried over first.
 """
 
@@ -63,8 +63,8 @@ def begin(
     return InProgress(prompts, keys, rows, np.zeros(rows.tokens.shape, np.int32))
 
 
-def join(first: InProgress, second: InProgress, parts: int) -> InProgress:
-    """Put the completions of two together, part by part of the batch.
+def join(first: InProgress, second: InProgress, shards: int) -> InProgress:
+    """Put the completions of two together, shard by shard of the batch.
 
     Raises:
         ValueError: they differ in samples, or in the width of prompts or completions.
@@ -77,7 +77,7 @@ def join(first: InProgress, second: InProgress, parts: int) -> InProgress:
         )
 
     def joined(one, other):
-        both = np.concatenate([split_batch(one, parts), split_batch(other, parts)], axis=1)
+        both = np.concatenate([split_batch(one, shards), split_batch(other, shards)], axis=1)
         return both.reshape(-1, *one.shape[1:])
 
     return jax.tree.map(joined, first, second)
@@ -92,18 +92,18 @@ def advance(before: InProgress, rows: Rows, version: int) -> InProgress:
     )
 
 
-def divide(progress: InProgress, count: int, parts: int) -> tuple[InProgress, InProgress]:
+def divide(progress: InProgress, count: int, shards: int) -> tuple[InProgress, InProgress]:
     """Divide into `count` prompts that have all their completions, the first ones, and the rest.
 
     Raises:
-        ValueError: a part of the batch has fewer.
+        ValueError: a shard of the batch has fewer.
     """
     done: Any = progress.rows.status == DONE
-    whole = split_batch(done.reshape(-1, progress.samples).all(1), parts)
-    count, size = count // parts, whole.shape[1]
+    whole = split_batch(done.reshape(-1, progress.samples).all(1), shards)
+    count, size = count // shards, whole.shape[1]
     if (whole.sum(1) < count).any():
-        raise ValueError(f"a part of the batch has fewer than {count} prompts that are complete")
-    order = np.argsort(~whole, axis=1, kind="stable") + size * np.arange(parts)[:, None]
+        raise ValueError(f"a shard of the batch has fewer than {count} prompts that are complete")
+    order = np.argsort(~whole, axis=1, kind="stable") + size * np.arange(shards)[:, None]
     return _picked(progress, order[:, :count]), _picked(progress, order[:, count:])
 
 
@@ -139,7 +139,7 @@ def as_rollout(progress: InProgress, version: int, metrics: dict[str, Array]) ->
     )
 
 
-def _picked(progress: InProgress, chosen: Int[np.ndarray, "parts count"]) -> InProgress:
+def _picked(progress: InProgress, chosen: Int[np.ndarray, "shards count"]) -> InProgress:
     """The prompts of these numbers, and their rows."""
     chosen = chosen.reshape(-1)
     rows = rows_of(chosen, progress.samples)

@@ -71,7 +71,7 @@ class Acceptance:
         config, session, clock = self._config, self._session, self._session.clock
         rollout = config.rollout
         examples = self._train.batch(step, rollout.prompts_per_step, config.seed + 1)
-        with clock.part("accept"):
+        with clock.enter("accept"):
             sampled = session.sample(
                 session.encoder.batch(examples),
                 rollout.samples_per_prompt,

@@ -35,7 +35,7 @@ def base_formats(config: RunConfig, shape: PolicyConfig) -> dict[str, TensorForm
     where it rests in the compute dtype."""
     if config.lora.rank == 0 or config.lora.base == "compute":
         return {}
-    recipe, names = config.resolved_recipe(), linear_names(shape)
+    recipe, names = config.resolved_recipe, linear_names(shape)
     quantized, stacks = {*quantized_layers(recipe, names)}, defaultdict(set)
     for name in names:
         fmt = recipe.of_linear(name).rollout.weight if name in quantized else COMPUTE

@@ -60,7 +60,7 @@ def lower_update(
     Raises:
         UserError: a tensor does not divide by its mesh axes.
     """
-    recipe, r = config.resolved_recipe(), config.rollout
+    recipe, r = config.resolved_recipe, config.rollout
     optimizer = make_optimizer(config.optimizer, 1, recipe)
     step = step_config(config, recipe)
     parts = micro_batches(config.trainer, r.prompts_per_step) // config.trainer.updates_per_rollout
@@ -94,7 +94,7 @@ def lower_rollout(
     Raises:
         UserError: a tensor does not divide by its mesh axes; the paged engine has no room.
     """
-    recipe, r = config.resolved_recipe(), config.rollout
+    recipe, r = config.resolved_recipe, config.rollout
     dtype, unroll = jnp.dtype(config.compute_dtype), r.decode_layers == "unroll"
     numbers = r.max_new_tokens, r.temperature, r.top_k, r.top_p, r.min_p
     sampling = Sampling(*numbers, (*shape.eos_token_ids, *r.stop_token_ids))

@@ -188,7 +188,7 @@ def pack(
     sides: tuple[int, int],
     width: int,
     *,
-    parts: int = 1,
+    micro_batches: int = 1,
     devices: int = 1,
 ) -> Packing:
     """Pack a batch, micro-batch by micro-batch.
@@ -197,11 +197,13 @@ def pack(
         prompts, completions: tokens of each, as in `first_fit`.
         sides: s and t of the batch.
         width: slots of a row.
-        parts: micro-batches of neighbouring prompts, packed apart: `split_batch` then splits the
-            packing with its batch, and each part's indices are into that part.
+        micro_batches: of neighbouring prompts, packed apart: `split_batch` then splits the packing
+            with its batch, and the indices of each are into that one.
         devices: what the rows of a micro-batch have to divide by.
     """
-    micro = list(zip(np.split(prompts, parts), np.split(completions, parts), strict=True))
+    micro = list(
+        zip(np.split(prompts, micro_batches), np.split(completions, micro_batches), strict=True)
+    )
     packed = [first_fit(*lengths, width) for lengths in micro]
     rows = devices * bucket(-(-max(1, *map(len, packed)) // devices), 4)
     most = max(
@@ -276,14 +278,16 @@ class Narrowed(NamedTuple):
     padding: float
 
 
-def narrow(batch: Batch, config: TrainerConfig, parts: int, mesh: jax.sharding.Mesh) -> Narrowed:
+def narrow(
+    batch: Batch, config: TrainerConfig, micro_batches: int, mesh: jax.sharding.Mesh
+) -> Narrowed:
     """Trim and pack a batch as trainer.length_buckets and trainer.packing say.
 
     All processes must call it together.
 
     Args:
         batch: on the mesh.
-        parts: micro-batches of the whole batch, which are packed apart.
+        micro_batches: of the whole batch, packed apart.
     """
     lengths = to_host((batch.lengths, jnp.sum(batch.present, axis=1)))
     prompts, completions = (np.asarray(x, np.int64) for x in lengths)
@@ -294,7 +298,14 @@ def narrow(batch: Batch, config: TrainerConfig, parts: int, mesh: jax.sharding.M
     slots = batch.prompts.size + batch.tokens.size
     if config.packing:
         width = config.pack_tokens or sum(sides)
-        packing = pack(prompts, completions, sides, width, parts=parts, devices=batch_shards(mesh))
+        packing = pack(
+            prompts,
+            completions,
+            sides,
+            width,
+            micro_batches=micro_batches,
+            devices=batch_shards(mesh),
+        )
         slots = packing.tokens.size
         batch = replace(batch, packing=to_global(packing, batch_sharding(mesh)))
     return Narrowed(batch, 1.0 - tokens / slots)

@@ -76,7 +76,7 @@ class CarryOver:
                 f"prompts: {count} are not enough: rollout.paged.extra_prompts = {self._extra} "
                 "stay in progress; give as many more the first time"
             )
-        with clock.part("gen"):
+        with clock.enter("gen"):
             placed = to_global(progress, sharding)
             rows, metrics = to_host(self._engine.go_on(placed, self._sampling, enough))
         progress = advance(progress, rows, self._engine.version)

@@ -37,7 +37,7 @@ def with_exact_decided(config: RunConfig, ours: bool = True) -> RunConfig:
     """
     if config.precision.exact != "auto":
         return config
-    recipe, backend = config.resolved_recipe(), config.precision.backend
+    recipe, backend = config.resolved_recipe, config.precision.backend
     check_recipe(recipe, backend)
     carries = config.rollout.paged.extra_prompts
     if carries and recipe.exact:

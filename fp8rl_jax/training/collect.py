@@ -161,7 +161,7 @@ class Collector:
         return sampled, self._scores(examples, sampled), examples
 
     def _scores(self, examples: list[Example], sampled: Experience) -> Scores:
-        with self.session.clock.part("reward"):
+        with self.session.clock.enter("reward"):
             return score_distributed(self.pool, examples, sampled.texts)
 
     def _informative(self, scores: Scores) -> Bool[np.ndarray, " p"]:

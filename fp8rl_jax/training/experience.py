@@ -27,7 +27,7 @@ from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.logprobs import Support
 from fp8rl_jax.parallel import to_global, to_host
-from fp8rl_jax.rollout.engine import Prompts, Rollout, RolloutEngine, pad_prompts, part_of
+from fp8rl_jax.rollout.engine import Prompts, Rollout, RolloutEngine, fraction_of, pad_prompts
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.tasks.distributed import play_distributed
@@ -425,15 +425,15 @@ def play(
             if not live:
                 break
             filled = live + [live[0]] * (max(slots, len(episodes)) - len(live))
-            with clock.part("gen"):
-                width = part_of(encoder.width, max(len(prompts[i]) for i in live), _WIDTHS)
+            with clock.enter("gen"):
+                width = fraction_of(encoder.width, max(len(prompts[i]) for i in live), _WIDTHS)
                 batch = pad_prompts(
                     [prompts[i] for i in filled], [ids[i] for i in filled], width, encoder.pad
                 )
                 rollout = engine.generate(batch, 1, sampling, jax.random.fold_in(key, turn))
                 sampled = _turns(rollout, [prompts[i] for i in live])
             texts = [encoder.tokenizer.decode(turn.tokens) for turn in sampled]
-            with clock.part("reward"):
+            with clock.enter("reward"):
                 scores.append(play_distributed(pool, [episodes[i] for i in live], texts))
             for i, said, text, result in zip(live, sampled, texts, scores[-1].turns, strict=True):
                 episodes[i] = episodes[i].after(said, text, result, max_turns)
@@ -443,7 +443,7 @@ def play(
                         episodes[i] = episodes[i].truncate()
             cut = [i for i in live if episodes[i].truncated]
             if cut and pool.task.kind == "verifiers":  # rewarded at the end alone
-                with clock.part("reward"):
+                with clock.enter("reward"):
                     ends = play_distributed(pool, [episodes[i] for i in cut], [None] * len(cut))
                 scores.append(ends)
                 for i, end in zip(cut, ends.turns, strict=True):

@@ -51,7 +51,7 @@ SATURATED = 1e-5
 UPDATES_TO_DOUBLE = 1000
 LARGEST_FACTOR = 2.0
 REPLICAS = "data"
-"""The mesh axis of replicas, of which each has a part of the batch and all weights."""
+"""The mesh axis of replicas, of which each has a shard of the batch and all weights."""
 Factors = tuple[Float[Array, "..."], ...]
 """mu of each tensor that is scaled automatically, in the order of the tree: of each matrix of a
 stack."""
@@ -130,7 +130,7 @@ def weight_gradients(
     """Compute gradients, and bring them into the recipe's format, added up over the replicas.
 
     Args:
-        compute: (masters, part of the batch) -> gradients, float32; arrays that are added up over
+        compute: (masters, shard of the batch) -> gradients, float32; arrays that are added up over
             the parts; arrays that are laid side by side.
         masters: float32.
         batch: arrays whose first axis are rows.

@@ -77,7 +77,7 @@ def unquantized(config: StepConfig) -> StepConfig:
 
 @partial(jax.jit, static_argnames="config")
 def recalibrate(
-    bounds: Float[Array, " bounds"], parts: list[MiniBatch], config: RLConfig
+    bounds: Float[Array, " bounds"], calibration: list[MiniBatch], config: RLConfig
 ) -> tuple[Float[Array, " bounds"], dict[str, Float[Array, ""]]]:
     """Compute the next bounds from those in force and all mini-batches together.
 
@@ -87,7 +87,7 @@ def recalibrate(
     is.
     """
     columns = []
-    for batch, logprobs, exact, exact_old in parts:
+    for batch, logprobs, exact, exact_old in calibration:
         assert batch.old_logprobs is not None  # of several updates
         mask = batch.mask if batch.loss_mask is None else batch.loss_mask
         advantages = per_token(batch.advantages, mask)
@@ -104,8 +104,8 @@ def recalibrate(
 
 
 @jax.jit
-def _mean(parts: list[dict[str, Array]]) -> dict[str, Array]:
-    return jax.tree.map(lambda *values: jnp.mean(jnp.stack(values)), *parts)
+def _mean(metrics: list[dict[str, Array]]) -> dict[str, Array]:
+    return jax.tree.map(lambda *values: jnp.mean(jnp.stack(values)), *metrics)
 
 
 def step_config(config: RunConfig, recipe: Recipe) -> StepConfig:
@@ -129,10 +129,9 @@ def step_config(config: RunConfig, recipe: Recipe) -> StepConfig:
 
 
 def micro_batches(trainer: TrainerConfig, prompts: int) -> int:
-    """Count the parts in which a whole rollout of so many prompts is run where no update splits
-    it."""
-    part = prompts // trainer.updates_per_rollout
-    return part // (trainer.micro_batch_prompts or part) * trainer.updates_per_rollout
+    """Count the micro-batches of a whole rollout of so many prompts, those of all its updates."""
+    of_update = prompts // trainer.updates_per_rollout
+    return of_update // (trainer.micro_batch_prompts or of_update) * trainer.updates_per_rollout
 
 
 class Learner:
@@ -171,24 +170,26 @@ class Learner:
         """`micro_batches` of this run's trainer."""
         return micro_batches(self.trainer, prompts)
 
-    def narrow(self, batch: Batch, parts: int) -> Narrowed:
-        """Bring a batch into the form that the model runs on, in `parts` micro-batches."""
-        return narrow(batch, self.trainer, parts, self.mesh)
+    def narrow(self, batch: Batch, micro_batches: int) -> Narrowed:
+        """Bring a batch into the form that the model runs on, in so many micro-batches."""
+        return narrow(batch, self.trainer, micro_batches, self.mesh)
 
-    def with_logprobs(self, state: TrainState, batch: Batch, parts: int, clock: Clock) -> Batch:
+    def with_logprobs(
+        self, state: TrainState, batch: Batch, micro_batches: int, clock: Clock
+    ) -> Batch:
         """Add the log-probabilities that rewards and updates need.
 
         The reference policy's, and the old policy's.
 
         Args:
-            parts: of `micro_batches`.
+            micro_batches: as the method counts them.
         """
-        config, width = replace(self.config, micro_batches=parts), batch.tokens.shape[1]
+        config, width = replace(self.config, micro_batches=micro_batches), batch.tokens.shape[1]
         if self.reference is not None:
-            with clock.part("ref"):
+            with clock.enter("ref"):
                 # other weights, so its own experts
                 own_routes = replace(
-                    self.narrow(batch, parts).batch, prompt_routes=None, routes=None
+                    self.narrow(batch, micro_batches).batch, prompt_routes=None, routes=None
                 )
                 policy = join(self.reference, split(state.policy)[1])
                 reference = jax.block_until_ready(
@@ -200,10 +201,12 @@ class Learner:
             or config.rl.correction.whole_batch
             or config.rl.reward_kl.coefficient > 0
         ):
-            with clock.part("logprob"):
+            with clock.enter("logprob"):
                 old = jax.block_until_ready(
                     untrim(
-                        batch_logprobs(state.policy, self.narrow(batch, parts).batch, config),
+                        batch_logprobs(
+                            state.policy, self.narrow(batch, micro_batches).batch, config
+                        ),
                         width,
                     )
                 )
@@ -214,7 +217,7 @@ class Learner:
         self,
         state: TrainState,
         batch: Batch,
-        parts: int,
+        micro_batches: int,
         clock: Clock,
         scales: KVScales | None = None,
     ) -> tuple[
@@ -227,7 +230,7 @@ class Learner:
 
         Args:
             batch: from `with_logprobs`, with advantages.
-            parts: of `micro_batches`.
+            micro_batches: as the method counts them.
             scales: of the KV cache that was served.
 
         Returns:
@@ -238,14 +241,14 @@ class Learner:
         update = partial(self._one, scales=scales)
         old, width = batch.old_logprobs, batch.tokens.shape[1]
         rl_config = of_width(self.config.rl, width)
-        config = replace(self.config, rl=rl_config, micro_batches=parts // self.count)
-        batch, padding = self.narrow(batch, parts)
+        config = replace(self.config, rl=rl_config, micro_batches=micro_batches // self.count)
+        batch, padding = self.narrow(batch, micro_batches)
         metrics_of_batch = {
             "optim/lr": float(jnp.asarray(self.schedule(int(state.updates)))),
             "perf/padding_fraction": padding,
         }
         if old is None:
-            with clock.part("train"):
+            with clock.enter("train"):
                 state, logprobs, metrics, seen = update(state, batch, config)
                 jax.block_until_ready(logprobs)
             return state, untrim(logprobs, width), metrics | metrics_of_batch, seen
@@ -254,25 +257,25 @@ class Learner:
         observed = []
         calibrating, without = due(state, config.rl, self.count), unquantized(config)
         if calibrating:
-            with clock.part("calibrate"):
-                whole = replace(without, micro_batches=parts)
+            with clock.enter("calibrate"):
+                whole = replace(without, micro_batches=micro_batches)
                 unquantized_old = split_batch(
                     jax.block_until_ready(batch_logprobs(state.policy, batch, whole)), self.count
                 )
-        for part in range(self.count):
-            mini = jax.tree.map(lambda x, part=part: x[part], minis)
-            if calibrating and part:
-                with clock.part("calibrate"):
+        for i in range(self.count):
+            mini = jax.tree.map(lambda x, i=i: x[i], minis)
+            if calibrating and i:
+                with clock.enter("calibrate"):
                     unquantized_logprobs = jax.block_until_ready(
                         batch_logprobs(state.policy, mini, without)
                     )
-            with clock.part("train"):
+            with clock.enter("train"):
                 state, logprobs, metrics, seen = jax.block_until_ready(update(state, mini, config))
             collected.append(metrics)
             observed.append(seen)
-            if calibrating and part:
+            if calibrating and i:
                 calibration.append(
-                    MiniBatch(mini, logprobs, unquantized_logprobs, unquantized_old[part])
+                    MiniBatch(mini, logprobs, unquantized_logprobs, unquantized_old[i])
                 )
         averaged = _mean(collected)
         if calibrating:

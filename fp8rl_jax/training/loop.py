@@ -276,7 +276,7 @@ class Loop:
                     metrics |= self._step(step, found, metrics)
                     # time/* and perf/* since the last row: the step itself, its evaluation, and the
                     # checkpoint before it
-                    with PROGRESS.part("log"):
+                    with PROGRESS.enter("log"):
                         self.log(step, metrics | session.lap())
                     if self._is_ended():
                         steps = step + 1
@@ -331,7 +331,7 @@ class Loop:
 
     def _save(self, step: int, tree: tuple) -> None:
         """Write a checkpoint, behind the rows of the steps before it."""
-        with self.session.clock.part("ckpt"):
+        with self.session.clock.enter("ckpt"):
             with shared_faults():
                 if is_main_process():
                     self._sync_rows()
@@ -524,7 +524,7 @@ class Loop:
         assert isinstance(self.setup.held_out, Dataset) and self.pool is not None
         examples = self.setup.held_out.examples[: config.examples]
         key = sample_key(self.config.seed, 0)
-        with session.clock.part("eval"):
+        with session.clock.enter("eval"):
             found = evaluate(session, self.pool, examples, config, key)
         if self.evaluations is not None:
             self.evaluations.write([{"step": step, **found.row}])

@@ -101,8 +101,8 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 class Clock:
-    """Seconds of each part of a step, by metric name, and the work done in them. A step begins when
-    its clock is made."""
+    """Seconds of each phase of a step, by metric name, and the work done in them. A step begins
+    when its clock is made."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -110,10 +110,10 @@ class Clock:
         self.tokens = self.flops = 0.0
 
     @contextmanager
-    def part(self, name: str) -> Generator[None]:
+    def enter(self, name: str) -> Generator[None]:
         """Add the time that the block takes to time/<name>."""
         start = time.perf_counter()
-        with PROGRESS.part(name):
+        with PROGRESS.enter(name):
             yield
         self.seconds[f"time/{name}"] = (
             self.seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start

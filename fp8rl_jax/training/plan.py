@@ -61,7 +61,7 @@ from fp8rl_jax.parallel import (
 from fp8rl_jax.parallel.mesh import AXES, axis_sizes
 from fp8rl_jax.precision.formats import in_blocks, mantissa_bits
 from fp8rl_jax.rollout.arrival import Arrival
-from fp8rl_jax.rollout.paged.host import PART_RULES
+from fp8rl_jax.rollout.paged.host import SHARD_RULES
 from fp8rl_jax.rollout.paged.layout import choose_layout
 from fp8rl_jax.rollout.sampler import cache_dtype, loop_dtype
 from fp8rl_jax.training.adapters import adapted_shapes
@@ -129,7 +129,7 @@ def _shapes(shape: PolicyConfig, config: RunConfig) -> _Shapes:
     """What a run holds, traced once for all meshes and batches."""
     return _traced(
         shape,
-        config.resolved_recipe(),
+        config.resolved_recipe,
         config.rollout.decode_layers == "unroll",
         hopper_sms(),
         config.compute_dtype,
@@ -236,7 +236,7 @@ def memory_plan(
     """
     sizes = sizes or mesh_sizes(config.mesh)
     mesh = abstract_mesh(sizes)
-    check_gradients(config.resolved_recipe(), mesh, config.trainer.packing)
+    check_gradients(config.resolved_recipe, mesh, config.trainer.packing)
     of = _shapes(shape, config)
     recipe, served, kept = of.recipe, of.served, of.kept
     dtype, weight = jnp.dtype(config.compute_dtype), recipe.rollout.weight
@@ -341,7 +341,7 @@ def mesh_sizes(config: MeshConfig, devices: int = 0) -> dict[str, int]:
 
 def _decode_rules(config: RunConfig) -> ShardingRules:
     """Where the decode loop of a run's engine has its weights."""
-    return PART_RULES if config.rollout.engine == "paged" else DECODE_RULES
+    return SHARD_RULES if config.rollout.engine == "paged" else DECODE_RULES
 
 
 def _device_bytes(tree: Any, mesh: AbstractMesh, rules: ShardingRules = DEFAULT_RULES) -> int:
@@ -388,10 +388,12 @@ def _rollout(
         found["rollout weights, gathered for the decode loop"] = gathered
     if unpacked := _unpacked_bytes(served):
         own = rules is DECODE_RULES and shape.experts is not None
-        parts = tensor * (mesh.shape["expert"] if own else 1)
-        found["rollout weights unpacked for the decode loop"] = unpacked // parts
-    part = _queries(r.max_prompt_tokens, r.max_prompt_tokens, None) / r.max_prompt_tokens
-    prefill = _layer_activations(shape, tokens, r.max_prompt_tokens, dtype.itemsize, part) // tensor
+        shards = tensor * (mesh.shape["expert"] if own else 1)
+        found["rollout weights unpacked for the decode loop"] = unpacked // shards
+    share = _queries(r.max_prompt_tokens, r.max_prompt_tokens, None) / r.max_prompt_tokens
+    prefill = (
+        _layer_activations(shape, tokens, r.max_prompt_tokens, dtype.itemsize, share) // tensor
+    )
     kernels = on_hopper and recipe.rollout.weight.quantized
     prefill += _expert_activations(shape, tokens, dtype.itemsize, mesh, kernels)
     found["activations of one layer, logits"] = prefill + 3 * 4 * rows * shape.vocab_size // tensor
@@ -433,15 +435,15 @@ def _backward(
     r, t, width = config.rollout, config.trainer, jnp.dtype(config.compute_dtype).itemsize
     shards, tensor = batch_shards(mesh), mesh.shape["tensor"]
     if config.task.kind == "text":
-        part, per_micro = (
+        of_update, per_micro = (
             config.sft.batch_size,
             config.sft.micro_batch_rows or config.sft.batch_size,
         )
         rows, keys = math.ceil(per_micro / shards), config.sft.row_tokens
         tokens, length = rows * keys, keys
     else:
-        part = r.prompts_per_step // t.updates_per_rollout
-        per_micro = t.micro_batch_prompts or part
+        of_update = r.prompts_per_step // t.updates_per_rollout
+        per_micro = t.micro_batch_prompts or of_update
         prompts = math.ceil(per_micro / shards)
         rows, keys = prompts * r.samples_per_prompt, r.max_prompt_tokens + r.max_new_tokens
         tokens, length = prompts * r.max_prompt_tokens + rows * r.max_new_tokens, r.max_new_tokens
@@ -450,7 +452,7 @@ def _backward(
     if hopper and width == 2 and shape.attention_dim <= 128:
         queries = 0  # cuDNN's attention holds no scores
     layer = _layer_activations(shape, tokens, keys, width, queries / length)
-    kernels = hopper and config.resolved_recipe().trainer.weight.quantized
+    kernels = hopper and config.resolved_recipe.trainer.weight.quantized
     experts = _expert_activations(shape, tokens, width, mesh, kernels)
     inputs = shape.num_layers * tokens * shape.hidden_size * width
     vocab = shape.vocab_size
@@ -463,7 +465,7 @@ def _backward(
     }
     if width < 4 or not in_float32:
         found["weights in the compute dtype"] = masters * width // 4
-    if per_micro == part:
+    if per_micro == of_update:
         return found | {"gradients (float32)": masters}
     # added up in float32 while they are read, so those of one micro-batch stay in the compute dtype
     sums = {"sums of gradients, before and after (float32)": 2 * masters}
@@ -477,12 +479,14 @@ def _queries(tokens: int, keys: int, chunk: int | None) -> int:
     return min(chunk or tokens, tokens)
 
 
-def _layer_activations(shape: PolicyConfig, tokens: int, keys: int, width: int, part: float) -> int:
+def _layer_activations(
+    shape: PolicyConfig, tokens: int, keys: int, width: int, share: float
+) -> int:
     """Bytes that one layer leaves for its backward pass: what enters and leaves its products,
     norms, rope and softmax; of experts `_expert_activations`.
 
     Norms, rope and softmax work in float32 whatever the compute dtype; attention scores are held
-    for a `part` of the queries.
+    for a `share` of the queries.
     """
     feed_forward = shape.intermediate_size
     if shape.experts is not None:
@@ -492,7 +496,7 @@ def _layer_activations(shape: PolicyConfig, tokens: int, keys: int, width: int, 
     if (latent := shape.latent) is not None:
         latents = (latent.query_rank or 0) + latent.rank + latent.rotary_dim
         computed, wide = computed + 3 * latents, wide + 2 * latents
-    wide += int(_SCORE_COPIES * shape.num_heads * keys * part)
+    wide += int(_SCORE_COPIES * shape.num_heads * keys * share)
     return tokens * (width * computed + 4 * wide)
 
 
@@ -545,9 +549,9 @@ def changes(
     if config.task.kind == "text":
         yield from _text_changes(config, sizes)
         return
-    part = rollout.prompts_per_step // trainer.updates_per_rollout
+    of_update = rollout.prompts_per_step // trainer.updates_per_rollout
     fewest = batch_shards(abstract_mesh(sizes))
-    if (trainer.micro_batch_prompts or part) > fewest:
+    if (trainer.micro_batch_prompts or of_update) > fewest:
         smaller = replace(trainer, micro_batch_prompts=fewest)
         yield (
             f"trainer.micro_batch_prompts = {fewest}",
@@ -574,14 +578,14 @@ def changes(
 def _more_fsdp(config: RunConfig, sizes: dict[str, int]) -> Iterator[dict[str, int]]:
     """Meshes with more shards of the weights: of the same devices where plan.devices says how many
     there are, which leaves fewer replicas."""
-    for parts in _FSDP:
+    for fsdp in _FSDP:
         data = sizes["data"]
         if config.plan.devices:
-            data, rest = divmod(sizes["data"] * sizes["fsdp"], parts)
+            data, rest = divmod(sizes["data"] * sizes["fsdp"], fsdp)
             if rest:
                 continue
-        if parts > sizes["fsdp"]:
-            yield sizes | {"data": data, "fsdp": parts}
+        if fsdp > sizes["fsdp"]:
+            yield sizes | {"data": data, "fsdp": fsdp}
 
 
 def _smaller_moments(
@@ -590,7 +594,7 @@ def _smaller_moments(
     for name in ("bfloat16", "e4m3-1x128"):
         small = replace(config.precision, first_moment=name, second_moment=name)
         changed = replace(config, precision=small)
-        if not optimizer.faults("optimizer", changed.resolved_recipe()):
+        if not optimizer.faults("optimizer", changed.resolved_recipe):
             yield f'precision.first_moment = precision.second_moment = "{name}"', changed
 
 
@@ -750,7 +754,7 @@ def heard(config: RunConfig) -> str:
         return ""
     if config.task.kind == "text":  # nothing is served
         return ""
-    rate, recipe = config.optimizer.learning_rate, config.resolved_recipe()
+    rate, recipe = config.optimizer.learning_rate, config.resolved_recipe
     if lost := _lost(recipe, rate):
         return lost
     if layout := read_quantization(find_model(config.model.path)):

@@ -172,7 +172,7 @@ def _rollout(
     held: Footprint,
     chip: Chip,
 ) -> dict[str, Work]:
-    recipe, r, tensor = config.resolved_recipe(), config.rollout, sizes["tensor"]
+    recipe, r, tensor = config.resolved_recipe, config.rollout, sizes["tensor"]
     shards = batch_shards(abstract_mesh(sizes))
     prompts, steps = r.prompts_per_step / shards, r.max_new_tokens
     rows, hidden = prompts * r.samples_per_prompt, shape.hidden_size
@@ -225,7 +225,7 @@ def _update(
     held: Footprint,
     chip: Chip,
 ) -> Work:
-    recipe, r, t = config.resolved_recipe(), config.rollout, config.trainer
+    recipe, r, t = config.resolved_recipe, config.rollout, config.trainer
     shards, tensor = batch_shards(abstract_mesh(sizes)), sizes["tensor"]
     again = t.remat == "layer"
     if config.task.kind == "text":

@@ -81,7 +81,7 @@ class Serving:
         # one that is interrupted leaves nothing to serve: the next rollout makes another
         self.due = True
         # waits for what is sampled ahead
-        with self.in_use, clock.part("sync"):
+        with self.in_use, clock.enter("sync"):
             key = sync_key(self._config.seed, step)
             context = SyncContext(step, key, self.scales, self._config.trainer.steps)
             self.engine.sync(weights, context)
@@ -104,7 +104,7 @@ class Serving:
 
     def calibrate(self, prompts: Prompts, clock: Clock) -> None:
         """Have the rollout measure the scales of its cache."""
-        with clock.part("calibrate"):
+        with clock.enter("calibrate"):
             self.engine.calibrate(prompts)
             self.engine.wait()
         self.uncalibrated = False
@@ -113,7 +113,7 @@ class Serving:
         self,
         weights: Policy,
         batch: Batch,
-        parts: int,
+        micro_batches: int,
         seen: QuantizationSums | None,
         served: KVScales | None,
         clock: Clock,
@@ -122,14 +122,14 @@ class Serving:
 
         Args:
             weights: new ones.
-            batch, parts: that they were learned on, in as many micro-batches.
+            batch, micro_batches: that they were learned on, and in how many.
             seen: Q, K and V of the update's own forward; None: one under the new weights is made.
             served: scales whose effect is measured.
 
         Returns:
             fp8/*.
         """
-        with clock.part("calibrate"):
+        with clock.enter("calibrate"):
             if seen is None:
                 seen = observe_qkv(
                     weights,
@@ -140,7 +140,7 @@ class Serving:
                     served,
                     recipe=self._recipe,
                     dtype=jnp.dtype(self._config.compute_dtype),
-                    micro_batches=parts,
+                    micro_batches=micro_batches,
                     backend=self._config.precision.backend,
                 )
             self.scales, metrics = jax.block_until_ready(calibrated(seen, self._recipe))

@@ -215,7 +215,7 @@ class Session:
         exact_by_default: whether precision.exact was "auto".
         sampling: of `rollout`.
         step: updates so far, in rollouts.
-        clock: times of the present step's parts; `lap` reads it and begins the next.
+        clock: times of the present step's phases; `lap` reads it and begins the next.
 
     Raises:
         UserError: settings that cannot work, one line each, naming the key.
@@ -239,7 +239,7 @@ class Session:
         config = RunConfig() if config is None else config
         config = with_settings(config, settings, recipe, _OF_RUNS)
         if alone:  # prompts come with each call, so what divides their number divides this one too
-            unit = _prompts_of_a_part(config)
+            unit = _prompts_of_equal_micro_batches(config)
             config = replace(config, rollout=replace(config.rollout, prompts_per_step=unit))
         validate(config)
         keep_compiled_programs()
@@ -248,7 +248,7 @@ class Session:
         ours = engine is None and config.rollout.engine != "vllm"
         config = with_exact_decided(config, ours)
         self.config, self.tokenizer = config, tokenizer
-        self.recipe = config.resolved_recipe()
+        self.recipe = config.resolved_recipe
         check_recipe(self.recipe, config.precision.backend)
         if unlike := unlike_sides(self.recipe):
             _log.warning(
@@ -284,8 +284,8 @@ class Session:
         self.serving = Serving(engine, config, self.recipe)
         self.clock, self.step = Clock(), 0
         self._in_use, self._gone = threading.RLock(), _RELEASED
-        parts = [batch_shards(mesh) for mesh in (self.mesh, own) if mesh is not None]
-        self._unit = math.lcm(_prompts_of_a_part(config), *parts)
+        shards = [batch_shards(mesh) for mesh in (self.mesh, own) if mesh is not None]
+        self._unit = math.lcm(_prompts_of_equal_micro_batches(config), *shards)
         """What the number of a batch's prompts has to divide by."""
         # what a file's codes stand for stays in them
         policy = in_own_codes(policy, base_formats(config, policy.config))
@@ -373,7 +373,7 @@ class Session:
                 rollout = self._carry_over.rollout(encoded, count, samples, key, self.clock)
                 count = len(rollout.prompts.lengths)
             else:
-                with self.clock.part("gen"):
+                with self.clock.enter("gen"):
                     rollout = self.engine.generate(encoded, samples, self.sampling, key)
                     jax.block_until_ready(rollout.tokens)
         return self._experience(rollout, count, samples, self.sampling.temperature)
@@ -398,7 +398,7 @@ class Session:
             if self.serving.due or self.serving.uncalibrated:
                 raise RuntimeError("rollout_ahead: the weights are not served; call sync first")
             begun.set()
-            with self.clock.part("gen"):
+            with self.clock.enter("gen"):
                 samples = self.config.rollout.samples_per_prompt
                 made = self.engine.generate(prompts, samples, self.sampling, key)
                 jax.block_until_ready(made.tokens)
@@ -529,11 +529,11 @@ class Session:
             )
         earned = read_rewards(rollout, rewards)
         learner, state = self._started()
-        parts = learner.micro_batches(rollout.prompts_in_batch)
+        micro_batches = learner.micro_batches(rollout.prompts_in_batch)
         batch = rollout.batch(learner.config.rl, config.samples_truncated(), entering)
         first = not config.rl.selection or config.rl.reward_kl.coefficient > 0
         if first:
-            batch = learner.with_logprobs(state, batch, parts, clock)
+            batch = learner.with_logprobs(state, batch, micro_batches, clock)
         lengths, divergence = rollout.by_sample(lengths_of(batch.mask)), None
         if config.rl.reward_kl.coefficient:
             divergence = _reward_kl(
@@ -557,14 +557,14 @@ class Session:
             key = selection_key(config.seed, self.step)
             batch, sampled, chosen = select_rows(rollout, batch, earned, key, config.rl, self._unit)
             metrics |= chosen
-            parts = learner.micro_batches(len(batch.lengths))
+            micro_batches = learner.micro_batches(len(batch.lengths))
             if not first:
-                batch = learner.with_logprobs(state, batch, parts, clock)
+                batch = learner.with_logprobs(state, batch, micro_batches, clock)
         metrics |= taught(batch)
         served = self.scales
         with self._given_away():
             state, train_logprobs, learned, seen = learner.update(
-                state, batch, parts, clock, served
+                state, batch, micro_batches, clock, served
             )
             # XLA may lay small tensors out anew, and every program would be compiled for both
             # layouts
@@ -572,7 +572,7 @@ class Session:
             self.step, self._rollouts = self.step + 1, 0
             weights = self.weights
             if self.serving.calibrates("trainer"):
-                metrics |= self.serving.measure(weights, batch, parts, seen, served, clock)
+                metrics |= self.serving.measure(weights, batch, micro_batches, seen, served, clock)
         mismatch = _mismatch(
             sampled,
             train_logprobs,
@@ -626,16 +626,16 @@ class Session:
 
     @_on_mesh
     def pretrain(self, rows: TextRows) -> dict[str, float]:
-        """Make one supervised update on rows of text, in parts of sft.micro_batch_rows.
+        """Make one supervised update on rows of text, in micro-batches of sft.micro_batch_rows.
 
         Otherwise as `supervise`.
         """
-        parts = len(rows.tokens) // (self.config.sft.micro_batch_rows or len(rows.tokens))
-        return self._supervised(to_global(rows, batch_sharding(self.mesh)), parts)
+        micro_batches = len(rows.tokens) // (self.config.sft.micro_batch_rows or len(rows.tokens))
+        return self._supervised(to_global(rows, batch_sharding(self.mesh)), micro_batches)
 
-    def _supervised(self, batch: Batch | TextRows, parts: int) -> dict[str, float]:
+    def _supervised(self, batch: Batch | TextRows, micro_batches: int) -> dict[str, float]:
         learner, state = self._started()
-        config = replace(learner.config, **_LIKELIHOOD, micro_batches=parts)
+        config = replace(learner.config, **_LIKELIHOOD, micro_batches=micro_batches)
         with self._given_away():
             state, metrics = supervised_update(state, batch, config, learner.optimizer)
             self._take(state)
@@ -696,9 +696,9 @@ class Session:
         _check_experience(rollout)
         config = step_config(self.config, self.recipe)
         batch = rollout.batch(config.rl, self.config.samples_truncated())
-        parts = micro_batches(self.config.trainer, rollout.prompts_in_batch)
-        narrowed = narrow(batch, self.config.trainer, parts, self.mesh).batch
-        config = replace(config, micro_batches=parts)
+        count = micro_batches(self.config.trainer, rollout.prompts_in_batch)
+        narrowed = narrow(batch, self.config.trainer, count, self.mesh).batch
+        config = replace(config, micro_batches=count)
         found = batch_scores(self.weights, narrowed, config)
         one, other = (untrim(x, batch.tokens.shape[1]) for x in found)
         return one, other
@@ -868,9 +868,9 @@ class Session:
         with tensors.gathered() as here:
             if here:
                 write_model(directory, policy.config, tensors, source, saved)
-        parts, base = split(policy)
+        trained, base = split(policy)
         if base is not None:
-            parts = to_host(split(self.weights)[0])
+            trained = to_host(split(self.weights)[0])
         with shared_faults():
             if is_main_process():
                 if sample is not None:
@@ -889,10 +889,10 @@ class Session:
                 for line in form.remarks(policy.config) if form else ():
                     _log.warning("%s: %s", directory, line)
                 if base is not None:
-                    assert isinstance(parts, dict)  # adapters
+                    assert isinstance(trained, dict)  # adapters
                     where = directory / "adapter" if adapters is None else Path(adapters)
                     save_adapters(
-                        parts, where, policy.config, self.config.lora, self.config.model.path
+                        trained, where, policy.config, self.config.lora, self.config.model.path
                     )
         return directory
 
@@ -1204,7 +1204,7 @@ def _check_experience(rollout: Any) -> None:
         raise UserError(f"rollout: expected what session.rollout gives, got {show(rollout)}")
 
 
-def _prompts_of_a_part(config: RunConfig) -> int:
+def _prompts_of_equal_micro_batches(config: RunConfig) -> int:
     """What the number of a batch's prompts has to divide by, that updates and micro-batches are
     equal."""
     trainer = config.trainer

@@ -119,7 +119,7 @@ def build(
     check_objects(task, objects)
     pack(objects)  # for its refusals
     config = _with_kept_exact(config)
-    recipe = config.resolved_recipe()
+    recipe = config.resolved_recipe
     if sampled and task.kind == "text":
         raise UserError(
             'task.kind = "text" has no problems to earn rewards with; `fp8rl pretrain` trains on it'

@@ -108,7 +108,7 @@ class SupervisedLoop(Loop):
         return self.session.supervise(*found)
 
     def _step(self, step: int, found: Any, before: dict[str, float]) -> dict[str, float]:
-        with self.session.clock.part("train"):
+        with self.session.clock.enter("train"):
             metrics = self.learn(found)
         metrics["optim/lr"] = float(self.session.learner.schedule(step))
         metrics |= self.watch.see(step, metrics)
@@ -205,7 +205,7 @@ class TextLoop(SupervisedLoop):
         every = self.config.evaluation.every
         if not self.evaluates or (step % every and step < self.steps):
             return {}
-        with self.session.clock.part("eval"):
+        with self.session.clock.enter("eval"):
             metrics = evaluate_text(self.setup)
         self.told = f"Pretraining: held-out loss {metrics['eval/loss']:.4f} nats a token"
         return metrics

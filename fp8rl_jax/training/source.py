@@ -133,7 +133,7 @@ def rollout_export(
     if (run := run_directory(spec)) is None:
         raise UserError(f"--format rollout: {spec} is no run; name the format that is wanted")
     config = read_config(RunConfig, run / "config.toml")
-    recipe, dtype = config.resolved_recipe(), jnp.dtype(config.compute_dtype)
+    recipe, dtype = config.resolved_recipe, jnp.dtype(config.compute_dtype)
     if config.lora.rank:
         raise UserError(
             f"--format rollout: {run} serves a base and adapters beside it; name a format, which "

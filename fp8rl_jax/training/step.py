@@ -333,14 +333,14 @@ def update_program(
 
 
 def _gradients(
-    grad_fn: Callable, trained: Trained, batch: Any, parts: int
+    grad_fn: Callable, trained: Trained, batch: Any, micro_batches: int
 ) -> tuple[Any, Array, list]:
-    """Gradients and loss, summed over `parts` micro-batches, and what else each gives, stacked.
+    """Gradients and loss, summed over `micro_batches`, and what else each gives, stacked.
 
     Args:
         grad_fn: (trained, micro-batch) -> ((what is differentiated, (loss, ...)), gradients).
     """
-    if parts == 1:
+    if micro_batches == 1:
         (_, (loss, *found)), gradients = grad_fn(trained, batch)
         return gradients, loss, jax.tree.map(lambda x: x[None], found)
 
@@ -349,7 +349,7 @@ def _gradients(
         return jax.tree.map(jnp.add, carry, (loss, gradients)), found
 
     zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, trained))
-    (loss, gradients), found = jax.lax.scan(accumulate, zeros, split_batch(batch, parts))
+    (loss, gradients), found = jax.lax.scan(accumulate, zeros, split_batch(batch, micro_batches))
     return gradients, loss, found
 
 

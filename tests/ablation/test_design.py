@@ -68,7 +68,7 @@ def test_own_recipes_and_settings_of_all_arms(study):
     )
     arms = read_design(path).arms
     assert [arm.config.trainer.steps for arm in arms] == [3, 3]
-    assert arms[1].config.resolved_recipe().kv_margin == 1.5
+    assert arms[1].config.resolved_recipe.kv_margin == 1.5
 
 
 def test_a_start_makes_the_model_of_all_arms(study):
@@ -265,6 +265,6 @@ def test_the_studies_that_come_with_it_are_sound(path, monkeypatch):
     design = read_design(path.relative_to(ROOT))
     assert design.directory == Path("runs/ablation", path.stem)
     for arm in design.arms:
-        assert arm.config.resolved_recipe().name == arm.config.recipe
+        assert arm.config.resolved_recipe.name == arm.config.recipe
     # a claim of learning needs five seeds
     assert len(design.seeds) >= 5

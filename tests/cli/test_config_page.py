@@ -65,7 +65,7 @@ def test_every_table_has_an_example_that_is_accepted():
         values = tomllib.loads(text)
         assert dump_toml(read_config(RunConfig, run, values)) != plain, name
     row = "\n".join(text for name, text in found.items() if name.startswith("recipes."))
-    mine = read_config(RunConfig, tomllib.loads(row), {"recipe": "my-fp8"}).resolved_recipe()
+    mine = read_config(RunConfig, tomllib.loads(row), {"recipe": "my-fp8"}).resolved_recipe
     assert mine.kv_margin == 1.1 and mine.rollout.weight.scale == "power_of_two"
 
 

@@ -99,7 +99,7 @@ def test_a_row_of_ones_own_is_printed_in_full_and_reads_back(tmp_path, capsys):
     printed = said.split("recipe mine, in full\n")[1].split("\nlinears\n")[0]
     (tmp_path / "printed.toml").write_text('recipe = "mine"\n' + printed)
     config = load_config(RunConfig, [str(tmp_path / "printed.toml")], "fp8rl train")
-    assert config.resolved_recipe() == wanted
+    assert config.resolved_recipe == wanted
     assert config.rl.correction == CorrectionConfig(method="nemo_is").filled()
     assert said.split("parameters\n")[1].startswith(
         "  q_proj, v_proj, gate_proj, up_proj, down_proj in layers 0-1; k_proj in layer 0\n"
@@ -145,7 +145,7 @@ def test_formats_by_layer_and_scales_by_head_are_printed(tmp_path, capsys):
     printed = said.split("recipe mine, in full\n")[1].split("\nlinears\n")[0]
     (tmp_path / "printed.toml").write_text('recipe = "mine"\n' + printed)
     config = load_config(RunConfig, [str(tmp_path / "printed.toml")], "fp8rl train")
-    assert config.resolved_recipe() == get_recipe("mine", rows=tomllib.loads(BY_LAYER)["recipes"])
+    assert config.resolved_recipe == get_recipe("mine", rows=tomllib.loads(BY_LAYER)["recipes"])
 
 
 def test_a_linear_that_one_side_leaves_out_is_named(tmp_path, capsys):

@@ -328,7 +328,7 @@ def test_recipes_of_files_add_up_and_flags_change_their_fields(tmp_path):
         },
         "other": {"base": "mine", "rollout": weight},
     }
-    recipe = config.resolved_recipe()
+    recipe = config.resolved_recipe
     changes = {
         "kv_margin": 1.1,
         "kv_constants": (200.0, 200.0, 100.0),
@@ -338,7 +338,7 @@ def test_recipes_of_files_add_up_and_flags_change_their_fields(tmp_path):
     assert load(*write(tmp_path, dump_toml(config)), tree=RunConfig) == config
     in_python = dataclasses.replace(RunConfig(), recipe="mine", recipes={"mine": recipe.table()})
     validate(in_python)
-    assert in_python.resolved_recipe() == recipe
+    assert in_python.resolved_recipe == recipe
     assert load(*write(tmp_path, dump_toml(in_python)), tree=RunConfig) == in_python
 
 

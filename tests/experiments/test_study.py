@@ -58,7 +58,7 @@ def test_a_dose_multiplies_the_error_of_e4m3(block):
 
 def test_noise_is_as_large_as_it_says_and_new_at_every_sync():
     policy = init_policy(PolicyConfig("qwen3", 64, 64, 96, 2, 2, 1, 32), jax.random.key(0))
-    served = rollout_policy(policy, RunConfig().resolved_recipe(), jnp.float32, False)[0]
+    served = rollout_policy(policy, RunConfig().resolved_recipe, jnp.float32, False)[0]
     one, two = (noise(served, SyncContext(key=jax.random.key(i)), relative=0.1) for i in range(2))
     of = [np.asarray(jax.tree.leaves(x.layers.down_proj)[0]) for x in (served, one, two)]
     size = np.std(of[1] - of[0]) / np.sqrt(np.mean(of[0] ** 2))
@@ -71,7 +71,7 @@ def test_a_judge_has_nothing_of_a_rollouts_error():
     config = read_config(RunConfig, {"rollout": arguments, "recipe": "fp8-rl", "output": "here"})
     found = judged(config, "bf16")
     assert (found.recipe, found.rollout.transform, found.model.path) == ("bf16", "", "here/model")
-    assert found.resolved_recipe() == RunConfig().resolved_recipe()
+    assert found.resolved_recipe == RunConfig().resolved_recipe
 
 
 def test_every_step_of_the_task_needs_the_one_before():

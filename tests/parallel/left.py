@@ -50,7 +50,7 @@ def main(coordinator: str, num_processes: int, process_id: int, which: int, how:
     with leave_on_failure():
         assert sum_over_processes(np.ones(1)) == jax.process_count()
         PROGRESS.begin(12)
-        with PROGRESS.part("gen"):
+        with PROGRESS.enter("gen"):
             time.sleep(1)
             if process_id == which:
                 ends(how)

@@ -321,11 +321,11 @@ def test_what_asks_for_more_than_a_simulation_is_refused(formats):
     with pytest.raises(UserError, match="exact cannot be promised: the rollout's"):
         check_recipe(replace(mine, exact=True))
     with pytest.raises(UserError, match="no queries, keys or values of one scale"):
-        RunConfig(
+        _ = RunConfig(
             recipe="mine",
             recipes={"mine": mine.table()},
             precision=replace(RunConfig().precision, kv_rule="verl"),
-        ).resolved_recipe()
+        ).resolved_recipe
     vllm = RolloutConfig(engine="vllm", vllm=VllmConfig(python="p"))
     told = RunConfig(recipe="mine", recipes={"mine": mine.table()}, rollout=vllm).problems()
     assert any("has a KV cache that vLLM does not serve" in line for line in told)

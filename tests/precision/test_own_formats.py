@@ -196,7 +196,7 @@ def test_moments_in_what_cannot_be_are_refused():
         if faults := [line for line in config.problems() if "sft." not in line]:
             return "\n".join(faults)
         try:
-            check_recipe(config.resolved_recipe())
+            check_recipe(config.resolved_recipe)
         except UserError as error:
             return str(error)
         return ""

@@ -558,10 +558,10 @@ def test_block_fp8_of_odd_sides_is_refused(tmp_path):
     from fp8rl_jax.rollout.vllm.engine import VllmEngine, server_arguments
 
     odd, tokenizer = byte_policy(0, **SIZES | {"intermediate_size": 192})
-    engine = VllmEngine(config, config.resolved_recipe(), tokenizer)
+    engine = VllmEngine(config, config.resolved_recipe, tokenizer)
     with pytest.raises(fp8rl.UserError, match=r'128 divides.*rollout.vllm.quantize = "vllm"'):
         engine.sync(odd)
     by_vllm = replace(config.rollout, vllm=replace(settings, quantize="vllm"))
-    arguments = server_arguments(replace(config, rollout=by_vllm), config.resolved_recipe())
+    arguments = server_arguments(replace(config, rollout=by_vllm), config.resolved_recipe)
     assert "fp8_per_block" in arguments
-    assert "fp8_per_block" not in server_arguments(config, config.resolved_recipe())
+    assert "fp8_per_block" not in server_arguments(config, config.resolved_recipe)

@@ -67,7 +67,7 @@ def block_engine(**settings: Any) -> VllmEngine:
     )
     config = RunConfig(recipe="fp8-rollout", compute_dtype="bfloat16", rollout=rollout)
     assert config.problems() == []
-    return VllmEngine(config, config.resolved_recipe(), blocky()[1])
+    return VllmEngine(config, config.resolved_recipe, blocky()[1])
 
 
 def make_engine(recipe: str = "bf16", **settings: Any) -> VllmEngine:
@@ -76,7 +76,7 @@ def make_engine(recipe: str = "bf16", **settings: Any) -> VllmEngine:
     )
     config = RunConfig(recipe=recipe, compute_dtype="float32", rollout=rollout)
     assert config.problems() == []
-    return VllmEngine(config, config.resolved_recipe(), byte_policy(0, **SIZES)[1])
+    return VllmEngine(config, config.resolved_recipe, byte_policy(0, **SIZES)[1])
 
 
 def prompts(longest: int = 6) -> Prompts:

@@ -234,7 +234,12 @@ def test_a_token_has_its_bits_in_other_batches_and_behind_its_prompt_in_one_row(
         (batch.prompts.shape[1], batch.tokens.shape[1]),
     )
     packing = pack(
-        np.asarray(batch.lengths, np.int64), lengths, sides, 2 * sum(sides), parts=1, devices=1
+        np.asarray(batch.lengths, np.int64),
+        lengths,
+        sides,
+        2 * sum(sides),
+        micro_batches=1,
+        devices=1,
     )
     packed = batch_logprobs(policy_of("dense"), replace(batch, packing=packing), config)
     assert bits(packed, rollout.mask) == bits(rollout.policy_logprobs, rollout.mask)

@@ -340,7 +340,7 @@ def test_checkpoint_of_packed_moments_resumes_bit_for_bit_and_refuses_other_form
 def test_formats_are_those_that_the_run_names():
     """The recipe's, or what [precision] says in their place."""
     changes = PrecisionConfig(first_moment="e4m3-1x128", second_moment="bfloat16")
-    changed = RunConfig(precision=changes).resolved_recipe()
+    changed = RunConfig(precision=changes).resolved_recipe
     assert changed == recipe("bf16", first_moment="e4m3-1x128", second_moment="bfloat16")
     state = make_optimizer(OptimizerConfig(), 1, changed).init({"w": jnp.ones((2, 4, 128))})[1][0]
     assert state.mu["w"].values.dtype == jnp.float8_e4m3fn and state.nu["w"].dtype == BFLOAT16

@@ -94,7 +94,7 @@ def test_rates_leave_evaluation_and_checkpoints_out(monkeypatch):
 def test_parts_add_up():
     made = Clock()
     for _ in range(2):
-        with made.part("gen"), made.part("inner"):
+        with made.enter("gen"), made.enter("inner"):
             pass
     assert (
         set(made.seconds) == {"time/gen", "time/inner"}

@@ -125,7 +125,7 @@ def test_an_update_on_text_needs_what_xla_says(dtype, micro, remat):
     _, _, state = shapes_of(ACTIVATIONS, replace(config, optimizer=sft.optimizer))
     rows = TextRows(*[jax.ShapeDtypeStruct((12, 137), jnp.int32)] * 2)
     settings = replace(
-        step_config(config, config.resolved_recipe()),
+        step_config(config, config.resolved_recipe),
         rl=RLConfig(),
         micro_batches=12 // (micro or 12),
     )
@@ -147,7 +147,7 @@ def test_an_update_on_text_needs_what_xla_says(dtype, micro, remat):
 def test_rollout_needs_what_xla_says(name, exact):
     config = replace(run_config(4, 4, 24, 160, "bfloat16"), recipe=name)
     config = replace(config, precision=PrecisionConfig(exact=exact))
-    recipe, r, plan = config.resolved_recipe(), config.rollout, memory_plan(WEIGHTS, config)
+    recipe, r, plan = config.resolved_recipe, config.rollout, memory_plan(WEIGHTS, config)
     policy, _, _ = shapes_of(WEIGHTS, config)
     served = jax.eval_shape(
         lambda p: rollout_policy(p, recipe, jnp.dtype("bfloat16"), False)[0], policy
@@ -172,7 +172,7 @@ def test_rollout_needs_what_xla_says(name, exact):
 def test_weights_of_four_bits_take_what_is_live(name, bits):
     """Two codes to a byte: what is planned, and what an engine holds."""
     config = replace(run_config(4, 4, 24, 160, "bfloat16"), recipe=name)
-    engine = LocalEngine(config.resolved_recipe(), jnp.dtype("bfloat16"), unroll=False)
+    engine = LocalEngine(config.resolved_recipe, jnp.dtype("bfloat16"), unroll=False)
     engine.sync(init_policy(WEIGHTS, jax.random.key(0)))
     live = sum(x.nbytes for x in jax.tree.leaves(engine.policy))
     always = memory_plan(WEIGHTS, config).always

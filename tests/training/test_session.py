@@ -468,7 +468,7 @@ def test_settings_by_name_by_key_and_by_table():
     assert (
         session.recipe == own
         and session.config.recipe == "mine"
-        and session.config.resolved_recipe() == own
+        and session.config.resolved_recipe == own
     )
     assert session_of(changed_recipe("jet-rl")).config.recipes == {}
     scales = []

@@ -628,7 +628,7 @@ class Trainer:
         grown = jax.tree_util.tree_map_with_path(
             lambda path, x: self.growth * x if "q_proj" in str(path) else x, state.policy
         )
-        with clock.part("train"):
+        with clock.enter("train"):
             # the batch has those of the distribution that was sampled, which are 1 lower (`Engine`)
             return (
                 replace(state, policy=grown),
@@ -828,7 +828,7 @@ def test_a_run_serves_before_it_samples_and_saves_after_it_wrote(
         sync, loop.start, session = engine.sync, start, loop.session
 
         def step(number, found, before):
-            with session.clock.part("train"), session.clock.part("gen"):
+            with session.clock.enter("train"), session.clock.enter("gen"):
                 told.append(f"step {number}")
             return {"at": number}
 

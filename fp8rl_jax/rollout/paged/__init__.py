@@ -26,7 +26,7 @@ A row's randomness comes from (key, prompt id, sample number, position) alone, a
 its tokens do not depend on the slot, the pages and the rows beside it, but for what a matrix
 product rounds differently (and in exact mode for nothing).
 
-On a mesh each part of the batch has a queue, slots and pages of its own; the loops are manual over
-the batch's axes. Where each device has the whole model, a part steps as often as it has to; where
-the model is split, all parts step together (`_most`), and one that is done waits for the others.
+On a mesh each shard of the batch has a queue, slots and pages of its own; the loops are manual over
+the batch's axes. Where each device has the whole model, a shard steps as often as it has to; where
+the model is split, all shards step together (`_most`), and one that is done waits for the others.
 """

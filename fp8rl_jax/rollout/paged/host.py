@@ -1,4 +1,4 @@
-"""The host's loop, which calls the programs as their signals say, for every part of the batch."""
+"""The host's loop, which calls the programs as their signals say, for every shard of the batch."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def generate(
     Args:
         policy: in the rollout's form (models.forms), its layers stacked or a list, with its KV
             scales where it has an FP8 cache.
-        layout: sizes of one part of the batch.
-        order: of each part's prompts, counted in the part.
+        layout: sizes of one shard of the batch.
+        order: of each shard's prompts, counted in the shard.
         limits: most tokens of each row; default: sampling.max_new_tokens.
         every: give the completions so far after the first token and then after every `every`
             decode steps; 0: when all have ended.
@@ -80,7 +80,7 @@ def lower_decode(
     """
     served, mesh = jax.eval_shape(_gather, policy), jax.sharding.get_abstract_mesh()
     if not mesh.empty:
-        served = placed_shapes(served, policy_shardings(served, mesh, PART_RULES))
+        served = placed_shapes(served, policy_shardings(served, mesh, SHARD_RULES))
     key = jax.eval_shape(lambda: jax.random.key(0))
     keys = jax.eval_shape(partial(_row_keys, samples=samples), key, prompts.ids)
     each = jax.ShapeDtypeStruct(prompts.lengths.shape, jnp.int32)
@@ -110,7 +110,7 @@ def go_on(
         policy, layout, order: as in `generate`.
         keys: of each row.
         rows: what they have; those that have not ended, EVICTED or NEW, are prefilled with it.
-        enough: prompts of a part.
+        enough: prompts of a shard.
 
     Returns:
         The rows, those that were in a slot ACTIVE, and rollout/*.
@@ -142,8 +142,8 @@ def converse(
         layout: its `pages`, `page_size` and `widest` are those of the earlier call.
         asked: the other prompts' rows get no token.
         kept: of the earlier call, which loses it; None: there was none.
-        source: the prompt of the earlier call, counted in the part, that each goes on from; none is
-            the source of two.
+        source: the prompt of the earlier call, counted in the shard, that each goes on from; none
+            is the source of two.
         lengths: tokens that each begins with that the cache has: of the source's prompt, then of
             its completion, but for that one's last token.
 
@@ -152,7 +152,7 @@ def converse(
     """
     policy = _gathered(policy)
     keys = _row_keys(key, prompts.ids, samples=1)
-    order = jnp.arange(len(keys), dtype=jnp.int32) % (len(keys) // _part_count())
+    order = jnp.arange(len(keys), dtype=jnp.int32) % (len(keys) // _shard_count())
     queue = _queue(prompts, order, keys, None, longest=sampling.max_new_tokens)
     if kept is None:
         kept = _nothing(policy, queue, sampling.max_new_tokens, layout)
@@ -194,27 +194,27 @@ _SHRINK, _SHRINK_FROM = 4, 64
 have this many tokens: each number of slots is a program to compile."""
 
 
-def _parts() -> tuple[str, ...]:
+def _batch_axes() -> tuple[str, ...]:
     """Axes of the mesh that split a batch."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = () if mesh.empty else DEFAULT_RULES.mesh_axes("batch")
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
 
-def _part_count() -> int:
-    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in _parts())
+def _shard_count() -> int:
+    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in _batch_axes())
 
 
-def _by_parts(function: Callable) -> Callable:
-    """Run function(policy, queue, state, sampling, ...) for each part of the batch by itself.
+def _by_shards(function: Callable) -> Callable:
+    """Run function(policy, queue, state, sampling, ...) for each shard of the batch by itself.
 
-    Every array of the state has a leading axis of parts then, on one device none.
+    Every array of the state has a leading axis of shards then, on one device none.
     """
-    if not (axes := _parts()):
+    if not (axes := _batch_axes()):
         return function
     whole, split = PartitionSpec(), PartitionSpec(axes)
 
-    def of_part(policy, queue, state, *rest):
+    def of_shard(policy, queue, state, *rest):
         state = jax.tree.map(lambda x: x[0], state)
         return jax.tree.map(lambda x: x[None], function(policy, queue, state, *rest))
 
@@ -223,27 +223,27 @@ def _by_parts(function: Callable) -> Callable:
         queues = Queue(*queues)
         specs = (whole, queues, split, *(whole,) * len(rest))
         return jax.shard_map(
-            of_part, in_specs=specs, out_specs=split, axis_names=set(axes), check_vma=False
+            of_shard, in_specs=specs, out_specs=split, axis_names=set(axes), check_vma=False
         )(policy, queue, state, *rest)
 
     return run
 
 
-PART_RULES = replace(DECODE_RULES, experts=None)
-"""Where these programs have their weights: whole in each part of the batch, which exchanges nothing
-with others."""
+SHARD_RULES = replace(DECODE_RULES, experts=None)
+"""Where these programs have their weights: whole in each shard of the batch, which exchanges
+nothing with others."""
 
 
 def _gathered(policy: Policy) -> Policy:
     """Bring the weights into the form that the programs multiply; the same arrays where they are
     in it."""
     form = jax.tree.structure(jax.eval_shape(_gather, policy))  # a jitted function's is remembered
-    return policy if not _parts() and form == jax.tree.structure(policy) else _gather(policy)
+    return policy if not _batch_axes() and form == jax.tree.structure(policy) else _gather(policy)
 
 
 @jax.jit
 def _gather(policy: Policy) -> Policy:
-    return for_decode(policy, PART_RULES)
+    return for_decode(policy, SHARD_RULES)
 
 
 _row_keys = jax.jit(row_keys, static_argnames="samples")
@@ -254,15 +254,15 @@ def _queue(prompts, order, keys, limits, enough=None, *, longest: int) -> Queue:
     if limits is None:
         limits = jnp.full(len(keys), longest, jnp.int32)
     if enough is None:
-        enough = jnp.int32(len(order) // _part_count())
+        enough = jnp.int32(len(order) // _shard_count())
     return Queue(prompts.tokens, prompts.lengths, order, keys, limits, enough)
 
 
 @jax.jit
 def _split[T](rows: T) -> T:
-    """Rows with a leading axis of parts, where there are some."""
-    parts = _part_count()
-    return rows if parts == 1 else split_batch(rows, parts)
+    """Rows with a leading axis of shards, where there are some."""
+    shards = _shard_count()
+    return rows if shards == 1 else split_batch(rows, shards)
 
 
 @jax.jit
@@ -279,7 +279,7 @@ def _begin(policy, queue, rows, sampling, samples, layout, expert_ids, prompt_lo
         state = begin(policy, queue, samples, sampling, layout, expert_ids, prompt_logprobs, rows)
         return with_signals(queue, state, layout)
 
-    return _by_parts(run)(policy, queue, rows, sampling)
+    return _by_shards(run)(policy, queue, rows, sampling)
 
 
 @partial(jax.jit, static_argnums=5, donate_argnums=2)
@@ -290,7 +290,7 @@ def _begin_turn(policy, queue, cache, given, sampling, layout):
         state = begin_turn(policy, queue, kept, *given, sampling, layout)
         return with_signals(queue, state, layout)
 
-    return _by_parts(run)(policy, queue, (cache, given), sampling)
+    return _by_shards(run)(policy, queue, (cache, given), sampling)
 
 
 @partial(jax.jit, static_argnums=(2, 3))
@@ -304,7 +304,7 @@ def _nothing(policy, queue, longest, layout):
         pages = jnp.full((len(queue.lengths), columns), layout.pages, jnp.int32)
         return Kept(*cache, pages, jnp.zeros(len(pages), jnp.int32))
 
-    return _by_parts(run)(policy, queue, None)
+    return _by_shards(run)(policy, queue, None)
 
 
 @partial(jax.jit, static_argnums=2)
@@ -312,23 +312,23 @@ def _kept_pages(queue, loaded, layout):
     def run(policy, queue, loaded):
         return kept_pages(queue, loaded, layout)
 
-    return _by_parts(run)(None, queue, loaded)
+    return _by_shards(run)(None, queue, loaded)
 
 
 @partial(jax.jit, static_argnums=4, donate_argnums=2)
 def _load(policy, queue, state, sampling, layout):
-    return _by_parts(partial(load, layout=layout))(policy, queue, state, sampling)
+    return _by_shards(partial(load, layout=layout))(policy, queue, state, sampling)
 
 
 @partial(jax.jit, static_argnums=(5, 6), donate_argnums=2)
 def _run(policy, queue, state, sampling, steps, layout, fewer):
     call = partial(run, layout=layout, fewer=fewer)
-    return _by_parts(call)(policy, queue, state, sampling, steps)
+    return _by_shards(call)(policy, queue, state, sampling, steps)
 
 
 @partial(jax.jit, static_argnums=3, donate_argnums=2)
 def _catch_up(policy, queue, state, layout):
-    return _by_parts(partial(catch_up, layout=layout))(policy, queue, state)
+    return _by_shards(partial(catch_up, layout=layout))(policy, queue, state)
 
 
 @partial(jax.jit, static_argnums=(1, 2))

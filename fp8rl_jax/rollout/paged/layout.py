@@ -65,7 +65,7 @@ def choose_layout(
 
     Args:
         config: what the user wants; 0 leaves a size to this function.
-        prompts: (P, S) of one part of the batch.
+        prompts: (P, S) of one shard of the batch.
         new_tokens: longest completion.
         hopper: the cache is read by Hopper's kernels.
         room: tokens of cache that the memory holds.

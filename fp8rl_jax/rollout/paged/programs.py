@@ -35,7 +35,7 @@ def load(
 ) -> tuple[State, Signals]:
     """Prefill the next prompts of the order, `layout.together` or as many as find pages.
 
-    None where slots do not wait for them, as in parts of the batch that another part interrupts.
+    None where slots do not wait for them, as in shards of the batch that another one interrupts.
     """
     (p, s), loaded = queue.tokens.shape, state.loaded
     place = loaded.count + jnp.arange(layout.together)
@@ -362,7 +362,7 @@ def _counted(queue: Queue, state: State, there: Bool[Array, " slots"]) -> State:
 
 
 def _most(number: Int[Array, ""]) -> Int[Array, ""]:
-    """The largest over all parts of the batch where they step together; else the part's own.
+    """The largest over all shards of the batch where they step together; else the shard's own.
 
     They have to where the model itself is split: XLA moves its tensors by collectives that every
     device of the mesh takes part in.
