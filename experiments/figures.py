@@ -20,7 +20,7 @@ from functools import cache, partial
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -832,39 +832,51 @@ def planned() -> str:
     return f"{about}\n\n{table(heads, rows)}\n\n{_published(found['plans'])}"
 
 
+class Published(NamedTuple):
+    """What others measured, as times as fast as bfloat16."""
+
+    system: str
+    phase: str
+    """rollout, update or step"""
+    gain: str
+    recipe: str
+    """what comes nearest here"""
+    base: str = "bf16"
+    """the recipe that it is compared with here"""
+    model: tuple[str, int] = ("qwen3-8b", 8)
+    """and of which model, on how many devices"""
+
+
 PUBLISHED = (
-    ("FP8-RL (2601.18150), W8A8 linears, 8B", "rollout", "1.10 to 1.20", "fp8-rollout"),
-    ("FP8-RL, linears and KV cache, 8B", "rollout", "1.44", "fp8-rl"),
-    ("Jet-RL (2601.14243), one FP8 flow, 8B", "rollout", "1.07", "jet-rl"),
-    ("Jet-RL, 32B", "rollout", "1.33", "jet-rl", "bf16", ("qwen3-32b", 32)),
-    ("Jet-RL, 8B", "update", "1.41", "jet-rl"),
-    ("Jet-RL, 8B", "step", "1.16", "jet-rl"),
-    ("NeMo RL, end-to-end FP8", "step", "1.18 to 1.33 (15 to 25 % less)", "fp8-e2e"),
-    ("NeMo RL, with KV cache and attention", "rollout", "1.48", "fp8-e2e-kv"),
-    ("NeMo RL, the same beside FP8 linears", "rollout", "1.30", "fp8-e2e-kv", "fp8-e2e"),
+    Published("FP8-RL (2601.18150), W8A8 linears, 8B", "rollout", "1.10 to 1.20", "fp8-rollout"),
+    Published("FP8-RL, linears and KV cache, 8B", "rollout", "1.44", "fp8-rl"),
+    Published("Jet-RL (2601.14243), one FP8 flow, 8B", "rollout", "1.07", "jet-rl"),
+    Published("Jet-RL, 32B", "rollout", "1.33", "jet-rl", model=("qwen3-32b", 32)),
+    Published("Jet-RL, 8B", "update", "1.41", "jet-rl"),
+    Published("Jet-RL, 8B", "step", "1.16", "jet-rl"),
+    Published("NeMo RL, end-to-end FP8", "step", "1.18 to 1.33 (15 to 25 % less)", "fp8-e2e"),
+    Published("NeMo RL, with KV cache and attention", "rollout", "1.48", "fp8-e2e-kv"),
+    Published("NeMo RL, the same beside FP8 linears", "rollout", "1.30", "fp8-e2e-kv", "fp8-e2e"),
 )
-"""Whose claim, of what, times as fast as published, and the recipe here; times what, where that is
-not `bf16`, and of which model on how many devices, where these are not Qwen3-8B and 8."""
 
 
 def _published(plans: list[dict[str, Any]]) -> str:
     """What was published of speeds, what the model leaves room for, and what was measured."""
 
-    def seconds(recipe: str, part: str, model: tuple[str, int]) -> float:
+    def seconds(recipe: str, phase: str, model: tuple[str, int]) -> float:
         (found,) = (
             each.get("seconds_alike", each["seconds"])
             for each in plans
             if (each["shape"], each["devices"], each["recipe"]) == (*model, recipe)
         )
-        parts = {"rollout": ("prefill", "decode"), "update": ("update",), "step": [*found]}[part]
+        parts = {"rollout": ("prefill", "decode"), "update": ("update",), "step": [*found]}[phase]
         return sum(found[name] for name in parts)
 
     rows = []
-    for who, part, published, recipe, *others in PUBLISHED:
-        base, model = [*others, *("bf16", ("qwen3-8b", 8))[len(others) :]]
-        room = seconds(base, part, model) / seconds(recipe, part, model)
+    for system, phase, gain, recipe, base, model in PUBLISHED:
+        room = seconds(base, phase, model) / seconds(recipe, phase, model)
         here = f"`{recipe}` over `{base}`"
-        rows.append([who, part, published, here, f"{room:.2f}", f"no card for a whole {part}"])
+        rows.append([system, phase, gain, here, f"{room:.2f}", f"no card for a whole {phase}"])
     about = prose("""
         The speeds that were published of such systems, as times bfloat16, and how much the model above leaves room for: Qwen3-8B on 8
         devices, or Qwen3-32B on 32, both recipes on the mesh that is best for `bf16`. It is a bound: kernels that reach part of a rate, and

@@ -204,7 +204,7 @@ def _forced(session: Session, prompts: Sequence[str]) -> Experience:
     """`WORDS` as completions of each prompt, through the session's sampler."""
     own, found = session.sampling, []
     for word in WORDS:
-        session.sampling = replace(own, **_only(word, session.weights.config.vocab_size))
+        session.sampling = replace(own, **_only(word, session.shape.vocab_size))
         found.append(session.rollout(prompts, samples=1))
     session.sampling = own
     rollouts = [each.rollout for each in found]

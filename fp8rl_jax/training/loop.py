@@ -323,7 +323,7 @@ class Loop:
             if not str(error).startswith("RESOURCE_EXHAUSTED"):
                 raise
             session = self.session
-            advice = out_of_memory(session.weights.config, self.config, dict(session.mesh.shape))
+            advice = out_of_memory(session.shape, self.config, dict(session.mesh.shape))
             raise UserError(
                 f"out of memory in step {PROGRESS.step}: {' '.join(str(error).split())[:200]}; "
                 f"{advice}; {self._standing()}"

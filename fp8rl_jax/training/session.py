@@ -51,6 +51,7 @@ from fp8rl_jax.config.training import CheckpointConfig, OptimizerConfig
 from fp8rl_jax.config.unused import unused_settings
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.cache import KVScales
+from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.dither import dithered
 from fp8rl_jax.models.lora import has_adapters, join, merge, split
 from fp8rl_jax.models.policy import Policy
@@ -373,9 +374,7 @@ class Session:
                 rollout = self._carry_over.rollout(encoded, count, samples, key, self.clock)
                 count = len(rollout.prompts.lengths)
             else:
-                with self.clock.enter("gen"):
-                    rollout = self.engine.generate(encoded, samples, self.sampling, key)
-                    jax.block_until_ready(rollout.tokens)
+                rollout = self._generate(encoded, samples, key)
         return self._experience(rollout, count, samples, self.sampling.temperature)
 
     def rollout_ahead(
@@ -398,12 +397,13 @@ class Session:
             if self.serving.due or self.serving.uncalibrated:
                 raise RuntimeError("rollout_ahead: the weights are not served; call sync first")
             begun.set()
-            with self.clock.enter("gen"):
-                samples = self.config.rollout.samples_per_prompt
-                made = self.engine.generate(prompts, samples, self.sampling, key)
-                jax.block_until_ready(made.tokens)
+            made = self._generate(prompts, self.config.rollout.samples_per_prompt, key)
         placed = to_global(replace(made, metrics={}), batch_sharding(self.mesh))
         return replace(placed, metrics=made.metrics)
+
+    def _generate(self, prompts: Prompts, samples: int, key: Key[Array, ""]) -> Rollout:
+        with self.clock.enter("gen"):
+            return jax.block_until_ready(self.engine.generate(prompts, samples, self.sampling, key))
 
     @_on_mesh
     def sample(
@@ -585,7 +585,7 @@ class Session:
         metrics |= learned | jax.block_until_ready(mismatch)
         encoded = None if next_prompts is None else self.encode(next_prompts)[0]
         self.serving.sync(weights, self.step, encoded, clock)
-        clock.work(self._shapes.config, *rollout.work(), frozen=config.lora.rank > 0)
+        clock.work(self.shape, *rollout.work(), frozen=config.lora.rank > 0)
         metrics |= rollout.metrics() | self.engine.metrics
         if behind:
             oldest = behind + metrics.get("rollout/oldest_token", 0.0)
@@ -947,8 +947,8 @@ class Session:
         The arrays are the session's own, which its next update gives away.
         """
         _, state = self._started()
-        (heads, _), _ = self._shapes.config.cached
-        shape = self._shapes.config.num_layers, heads
+        (heads, _), _ = self.shape.cached
+        shape = self.shape.num_layers, heads
         if self.recipe.kv_granularity == "layer":
             shape = shape[:1]
         beside = (self.serving.saved(shape),)
@@ -1004,7 +1004,7 @@ class Session:
             prompt.index if isinstance(prompt, Example) else i for i, prompt in enumerate(prompts)
         ]
         positions, longest = (
-            self._shapes.config.max_position_embeddings,
+            self.shape.max_position_embeddings,
             self.sampling.max_new_tokens,
         )
         room = positions - longest
@@ -1051,6 +1051,11 @@ class Session:
         """What an update is specialised to; made with the optimizer's state when it is first
         wanted."""
         return self._started()[0]
+
+    @property
+    def shape(self) -> PolicyConfig:
+        """The model's sizes."""
+        return self._shapes.config
 
     @property
     def weights(self) -> Policy:
@@ -1114,7 +1119,7 @@ class Session:
         like = jax.eval_shape(lambda p: init_state(p, optimizer, scaling), self._shapes)
         if self.config.rl.clip_calibration.enabled:
             like = replace(like, clip_bounds=jax.ShapeDtypeStruct((2,), jnp.float32))
-        found, own, given = difference(state, like), self._shapes.config, state.policy.config
+        found, own, given = difference(state, like), self.shape, state.policy.config
         if not found and own != given:
             names = [name for name in vars(own) if getattr(own, name) != getattr(given, name)]
             found = f"its model has another {' and '.join(names)}"

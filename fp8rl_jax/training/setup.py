@@ -181,7 +181,7 @@ def _built(
 
 def _of_text(config: RunConfig, session: Session) -> Setup:
     """The parts of a run on text."""
-    width, positions = config.sft.row_tokens, session.weights.config.max_position_embeddings
+    width, positions = config.sft.row_tokens, session.shape.max_position_embeddings
     if width > positions:
         raise UserError(f"sft.row_tokens = {width} exceeds the model's {positions} positions")
     train, held_out = (
@@ -244,7 +244,7 @@ def opening(setup: Setup) -> list[str]:
     """Tell of the model, of what the recipe quantizes of it, of the devices, and where a reward or
     an environment that was given in Python runs; a line each."""
     session, config = setup.session, setup.config
-    recipe, shape = session.recipe, session.weights.config
+    recipe, shape = session.recipe, session.shape
     origin = config.model.path or f"built-in, random weights of seed {config.seed}"
     linears = linear_names(shape)
     sides = {"rollout": recipe.rollout, "trainer": recipe.trainer}

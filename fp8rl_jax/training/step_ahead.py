@@ -96,7 +96,7 @@ class StepAhead:
 
 def _empty(config: RunConfig, session: Session) -> Rollout:
     """A rollout of a step without a prompt, in the shapes of one with prompts."""
-    r, shape = config.rollout, session.weights.config
+    r, shape = config.rollout, session.shape
     count, rows = r.prompts_per_step, r.prompts_per_step * r.samples_per_prompt
     width, longest = session.encoder.width, r.max_new_tokens
     table: Any = np.zeros((rows, longest), np.int32)

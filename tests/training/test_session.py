@@ -506,7 +506,7 @@ def test_replayed_supports_make_the_ratio_of_a_policy_with_itself_1():
     # of near to uniform bytes truncation keeps many more than 24, whose entropy is the loss'
     assert metrics["rollout/support_capped"] == 1.0 and metrics["rollout/support_mean"] == 24
     assert 3.0 < metrics["entropy"] < np.log(24)
-    shape = session.weights.config
+    shape = session.shape
     planned = memory_plan(shape, session.config).always["supports of 24 tokens (int32)"]
     assert planned == sum(x.nbytes for x in jax.tree.leaves(rollout.rollout.support))
     whole = replace(session.config, rl=RLConfig())
