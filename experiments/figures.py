@@ -2136,10 +2136,7 @@ def results() -> str:
         if section.there:
             source = f"Command: `{section.command}`. Record: `experiments/results/{section.path}`."
             if section.path.startswith("ablations/") and "fingerprint" not in record(section.path):
-                source += (
-                    " It is older than fingerprints, and to be made anew: FP8 in float32 compute began "
-                    "at weights rounded to bfloat16 then."
-                )
+                source += " It is older than fingerprints, and to be made anew."
             parts.append(f"## {section.heading}\n\n{section.text()}\n\n{source}")
     return "\n\n".join(["# Results", *parts]) + "\n"
 

@@ -376,10 +376,13 @@ def export(arguments: ExportArguments) -> None:
     if layout == Layout("e4m3", BLOCK) and form is not None and form.library == "deepseek":
         # from where its scales are found again
         arrays = {name: x.astype(ml_dtypes.bfloat16) for name, x in arrays.items()}
-    elif layout is None and (share := lost_in(arrays, dtype)):
+    elif layout is None and (share := lost_in(config, arrays, dtype)):
+        which, narrow = (
+            ("that it does not quantize", "bfloat16") if form else ("of the model", dtype)
+        )
         progress(
-            f"--format {arguments.format}: {share:.1%} of the model's values lie between two "
-            "numbers of this format and are rounded, and with them what training has moved by less "
+            f"--format {arguments.format}: {share:.1%} of the values {which} lie between two "
+            f"numbers of {narrow} and are rounded, and with them what training has moved by less "
             "than half a step is lost; float32 keeps it"
         )
     if form is not None:

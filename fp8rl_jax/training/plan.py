@@ -31,6 +31,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -46,6 +47,7 @@ from fp8rl_jax.config.recipe import PrecisionConfig, Recipe
 from fp8rl_jax.config.run import MeshConfig, RunConfig
 from fp8rl_jax.config.training import LoraConfig, OptimizerConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.json_fields import Fields, read_json
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import predequantized, rollout_policy
 from fp8rl_jax.models.logprobs import positions_at_once
@@ -732,7 +734,7 @@ def report(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> tup
 
 
 _USUAL_WEIGHT = 0.02
-"""The deviation that most models' weights begin with (initializer_range of config.json)."""
+"""Standard deviation of weights at the start where config.json has no `initializer_range`."""
 
 
 def heard(config: RunConfig) -> str:
@@ -755,16 +757,19 @@ def heard(config: RunConfig) -> str:
     if config.task.kind == "text":  # nothing is served
         return ""
     rate, recipe = config.optimizer.learning_rate, config.resolved_recipe
-    if lost := _lost(recipe, rate):
+    directory = Path(find_model(config.model.path))
+    fields = Fields(read_json(directory / "config.json"))
+    size = fields.number("initializer_range", 0) or _USUAL_WEIGHT
+    if lost := _lost(recipe, rate, size):
         return lost
-    if layout := read_quantization(find_model(config.model.path)):
+    if layout := read_quantization(directory):
         stored = layout.format
         if stored is None or recipe.rollout.weight != stored:
             return ""  # the rollout rounds to another grid
         shared, drawn = recipe.trainer.weight == stored, in_blocks(stored)
         if drawn and config.dithers and recipe.shares_weights:
             return ""
-        what, halves = f"{stored.element}, which the checkpoint is in,", _half_steps(stored)
+        what, halves = f"{stored.element}, which the checkpoint is in,", _half_steps(stored, size)
         if shared and drawn:
             remedy = "With model.dither updates arrive in the mean from the first."
         else:
@@ -778,42 +783,42 @@ def heard(config: RunConfig) -> str:
         return ""
     else:
         what, bits = config.compute_dtype, jnp.finfo(config.compute_dtype).nmant + 1
-        halves = [2.0 ** (math.floor(math.log2(_USUAL_WEIGHT)) - bits)]
+        halves = [2.0 ** (math.floor(math.log2(size)) - bits)]
         remedy = "With model.dither updates arrive in the mean from the first."
     needed = [max(math.ceil(half / rate), 1) for half in halves]
     updates = config.trainer.steps * config.trainer.updates_per_rollout
     return (
-        f"Updates: a weight of {_USUAL_WEIGHT:g} changes in {what} once it has moved by "
+        f"Updates: a weight of {size:.2g} changes in {what} once it has moved by "
         f"{' to '.join(f'{half:.1e}' for half in halves)}, which is "
         f"{' to '.join(f'{n:,}' for n in needed)} updates in one direction at "
         f"optimizer.learning_rate = {rate:g}; the run has {updates:,}. {remedy}"
     )
 
 
-def _lost(recipe: Recipe, rate: float) -> str:
+def _lost(recipe: Recipe, rate: float, size: float) -> str:
     """What to say where masters are rounded to nearest and an update is less than half a step of
     theirs: it is lost, each time anew."""
     fmt = recipe.master
     if recipe.master_rounding == "stochastic" or not in_blocks(fmt):
         return ""
     bits = jnp.finfo(fmt.element_type.dtype).nmant + 1
-    half = 2.0 ** (math.floor(math.log2(_USUAL_WEIGHT)) - bits)
+    half = 2.0 ** (math.floor(math.log2(size)) - bits)
     if rate >= half:
         return ""
     return (
         f"Updates: masters in {fmt.name}, rounded to nearest, lose what moves a weight of "
-        f"{_USUAL_WEIGHT:g} by less than {half:.1e}, and an update moves it by "
+        f"{size:.2g} by less than {half:.1e}, and an update moves it by "
         f'optimizer.learning_rate = {rate:g}. Set precision.master = "float32", or '
         'master_rounding = "stochastic" in a recipe of your own.'
     )
 
 
-def _half_steps(fmt: TensorFormat) -> list[float]:
-    """From the shortest to the longest, of a usual weight in a format with scales."""
+def _half_steps(fmt: TensorFormat, size: float) -> list[float]:
+    """From the shortest to the longest, of a weight of this size in a format with scales."""
     if (bits := mantissa_bits(fmt)) is None:
         # 7 even steps of INT4 to a group's largest weight, which is 2 to 3 deviations
-        return [_USUAL_WEIGHT * deviations / 14 for deviations in (2, 3)]
-    return [_USUAL_WEIGHT * 2.0**-power for power in (bits + 2, bits + 1)]
+        return [size * deviations / 14 for deviations in (2, 3)]
+    return [size * 2.0**-power for power in (bits + 2, bits + 1)]
 
 
 def _unit(plan: Plan) -> tuple[float, str]:

@@ -144,6 +144,7 @@ class Watch:
         compute_dtype: of the run, for the message.
         log: where what rewards print stands, for the message.
         supervised: whether the loss is one that training lowers.
+        adapted: whether adapters are what is trained.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class Watch:
         compute_dtype: str = "bfloat16",
         log: object = "rewards.log",
         supervised: bool = False,
+        adapted: bool = False,
     ):
         self._abort_after, self._checkpoints, self._log = (
             trainer.abort_after_skips,
@@ -160,7 +162,7 @@ class Watch:
             log,
         )
         self._abort_after_failed = min(trainer.abort_after_failed_rewards, trainer.steps)
-        self._dtype = compute_dtype
+        self._dtype, self._adapted = compute_dtype, adapted
         self._skipped = self._in_a_row = self._failed_in_a_row = 0
         self._warned_constant, self._apart, self._deaf = False, 0, 0
         self._jumped = False
@@ -289,6 +291,8 @@ class Watch:
                 "where the checkpoint was quantized in it, use a recipe that has weights in it on "
                 "both sides, with model.dither"
             )
+        if self._adapted:  # merged into a base of 16 bits
+            return self._dtype, 'set compute_dtype = "float32"'
         return self._dtype, 'set model.dither = "auto", compute_dtype = "float32"'
 
     def _advice(self, roles: list[str]) -> str:

@@ -447,23 +447,26 @@ def export_policy(
     return directory
 
 
-def lost_in(arrays: Mapping[str, np.ndarray], dtype: str | ExportForm) -> float:
-    """Count which part of the values of float32 arrays an export in 16 bits would round.
+def lost_in(config: PolicyConfig, flat: Mapping[str, Stack], dtype: str | ExportForm) -> float:
+    """Count which part of the float32 values that an export does not quantize it would round.
 
     Of a model that was trained in float32 nearly all; of one that was widened from 16 bits none.
 
     Args:
-        arrays, dtype: as of `export_policy`; of a quantized one, the bfloat16 of what is not
-            quantized.
+        config, flat, dtype: as of `export_policy`.
     """
-    narrow = _plain_dtype(dtype)
+    form = export_form(dtype)
     rounded = size = 0
-    for array in arrays.values():
-        if array.dtype.itemsize > narrow.itemsize:
+    for location in hf_tensors(config).values():
+        if form and form.holds(location):
+            continue
+        source = flat[location.path][location.index]
+        narrow = export_dtype(location, dtype, source.dtype)
+        if source.dtype.itemsize > narrow.itemsize:
             with np.errstate(over="ignore"):
-                rounded += np.count_nonzero(array.astype(narrow).astype(array.dtype) != array)
-        size += array.size
-    return rounded / size
+                rounded += np.count_nonzero(source.astype(narrow).astype(source.dtype) != source)
+        size += source.size
+    return rounded / max(size, 1)
 
 
 def _check_parameters(directory: Path, config: PolicyConfig, flat: Mapping[str, Stack]) -> None:

@@ -358,6 +358,10 @@ def test_the_plan_says_when_a_weight_of_an_fp8_checkpoint_changes(tmp_path):
     line = said("fp8-lm-o2", "bfloat16", learning_rate=1e-6)
     assert "masters in float16-power_of_two, rounded to nearest, lose what moves a" in line
     assert "by less than 7.6e-06" in line and not said("fp8-lm-o2", "bfloat16", learning_rate=1e-5)
+    wide = {"quantization_config": quantization, "initializer_range": 0.04}
+    (tmp_path / "config.json").write_text(json.dumps(wide))
+    assert "a weight of 0.04 changes" in said("fp8-rl") and "1.3e-03 to 2.5e-03" in said("fp8-rl")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     still = ModelConfig(str(tmp_path), dither=False)
     assert "With model.dither" in heard(RunConfig(recipe="jet-rl", model=still))
     # drawn from the cells; not served in that format; SGD; a checkpoint that is not quantized

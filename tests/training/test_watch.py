@@ -29,11 +29,13 @@ def scores(failed: int = 0, first_error: str = "ZeroDivisionError: x") -> Scores
     )
 
 
-def watch_of(skips: int = 9, rewards: int = 9, steps: int = 100, dtype: str = "bfloat16") -> Watch:
+def watch_of(
+    skips: int = 9, rewards: int = 9, steps: int = 100, dtype: str = "bfloat16", **what: bool
+) -> Watch:
     trainer = TrainerConfig(
         steps=steps, abort_after_skips=skips, abort_after_failed_rewards=rewards
     )
-    return Watch(trainer, "run/checkpoints", dtype, "run/rewards.log")
+    return Watch(trainer, "run/checkpoints", dtype, "run/rewards.log", **what)
 
 
 GOOD = scores()
@@ -111,6 +113,12 @@ def test_a_policy_that_does_not_hear_its_updates_is_said_with_cause_and_remedies
     assert [line.partition(":")[0] for line in said] == ["step 4", "step 9"]
     assert "13 % of the update since the start has reached the policy that is served" in said[0]
     assert "half a step of bfloat16" in said[0] and 'model.dither = "auto"' in said[0]
+    caplog.clear()
+    watch = watch_of(adapted=True)  # what is not there for adapters is not advised
+    for step in range(3):
+        watch.see(step, metrics() | {"sync/arrived": 0.1, "sync/noise": 1.2}, GOOD)
+    (said,) = [line for line in caplog.messages if "sync/arrived" in line]
+    assert 'set compute_dtype = "float32" or a larger' in said and "dither" not in said
     caplog.clear()
     watch = watch_of(dtype="float32")
     for step in range(3):
