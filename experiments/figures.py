@@ -28,6 +28,7 @@ from experiments import training_page
 from experiments.depth import mean as depth_mean
 from experiments.depth import table as depth_table
 from experiments.fake_quantization import summary
+from experiments.fingerprints import READ_OTHERWISE
 from experiments.formats.page import Records, draw, tables
 from fp8rl_jax.statistics import Interval, compare_arms, t_interval
 
@@ -1197,6 +1198,24 @@ def rate(found: dict[str, Any], side: str) -> str:
     return f"{found['tflops'][side]['median']:,.0f}" if side in found["tflops"] else "-"
 
 
+def read_otherwise(*records: str) -> str:
+    """What to say of records of runs whose answers an earlier reader read."""
+    if not {*records} & {*READ_OTHERWISE}:
+        return ""
+    if records == ("smollm2_recipes",):
+        which = "The first seed's answers (but for `jet-rl-dithered`) were"
+    else:
+        which = "Its answers were"
+    before, now = (
+        np.mean([run["series"]["eval/accuracy"]["values"][0] for run in arrivals(path)["bf16"]])
+        for path in (ARRIVAL, LONG)
+    )
+    return (
+        f'{which} read by an earlier `last_number`, to which a sum left open ("0 + 8") was its last number, in all arms alike: '
+        f"accuracy before training is {before:.3f} by it and {now:.3f} by the present one. The runs are to be made anew."
+    )
+
+
 def smollm2_addition() -> str:
     """SmolLM2 learns sums."""
     found = study("smollm2_addition")
@@ -1205,7 +1224,7 @@ def smollm2_addition() -> str:
         {found.seeds} paired seeds, {found.problems} held-out problems with 4 samples each, temperature 1, on a CPU, in
         float32 compute where no other dtype stands. After so few steps accuracy says how fast an arm learns, not where it
         ends. The weights come from a 4-bit file, so errors of quantization measured with them are not those of a bf16
-        checkpoint.
+        checkpoint. {read_otherwise("smollm2_addition")}
     """)
     return f"{about}\n\n{learned(found)}"
 
@@ -1218,6 +1237,7 @@ def smollm2_recipes() -> str:
         cures of [arrival.md](arrival.md): {found.steps} steps, {found.seeds} paired seeds, {found.problems} held-out problems. `bf16` is
         in float32 compute, and was run anew. What `jet-rl` and `jet-rl-bfloat16-master` are ahead by they owe to weights that begin [on
         the border of two cells](arrival.md#on-the-border-of-two-cells): with masters dithered it is gone.
+        {read_otherwise("smollm2_recipes")}
     """)
     return f"{about}\n\n{learned(found)}"
 
@@ -1261,7 +1281,7 @@ def arrival() -> str:
         served in four ways, each computed in float32: as they are, rounded to bfloat16 and nothing else, in FP8 (linears and
         KV cache), and in FP8 from their bfloat16. `served` is the run's own last evaluation; what arrived, noise and changed
         are of its last sync, and `first` is what arrived at the first one. Mean accuracy (range over seeds). Arms that are not in
-        the first table are of `experiments/results/{MORE_ARRIVALS}`.
+        the first table are of `experiments/results/{MORE_ARRIVALS}`. {read_otherwise("smollm2_addition")}
     """)
     return f"{about}\n\n{served_in_four_ways(arrivals(ARRIVAL, MORE_ARRIVALS))}"
 
@@ -1300,7 +1320,7 @@ def elsewhere() -> str:
         `bf16` in bfloat16 compute, masters dithered or where the checkpoint has them, {study("smollm2_largest").seeds} paired
         seeds each. Accuracy before and after (95 % interval over seeds), what arrived of the update at the last sync (range
         over seeds), and the difference, paired. Records: `experiments/results/ablations/`, one for each file of
-        `experiments/ablations/` that is named here.
+        `experiments/ablations/` that is named here. {read_otherwise(*known)}
     """)
     rows = []
     for name, what in known.items():
@@ -1497,7 +1517,8 @@ SIDE_BY_SIDE: tuple[tuple[str, str, str, dict[str, tuple[str, str]]], ...] = (
     (
         "And from a checkpoint in FP8?",
         "smollm2_fp8_start",
-        """SmolLM2-135M in block FP8 learns sums under `jet-rl` in float32 compute, where nothing but FP8 rounds.""",
+        """SmolLM2-135M in block FP8 learns sums under `jet-rl` in float32 compute, where nothing but FP8 rounds. (An export of the
+        same 4-bit file: a start that no 4-bit grid was ever under was tried with the experts above alone.)""",
         REWARD | {"arrived": ("sync/arrived", ".2f")},
     ),
 )
@@ -1956,7 +1977,7 @@ CLAIMS = (
         is_main=True,
     ),
     Claim(
-        "How much of its update does the same model hear in bfloat16 compute, the default dtype?",
+        "How much of its first 6 updates does the same model hear in bfloat16 compute, the default dtype?",
         partial(heard, "bf16-bfloat16", -1, "of it"),
         "What arrives of an update",
         is_main=True,

@@ -1,10 +1,10 @@
 """The behaviour fingerprint of an ablation: what the code that runs it does with its arms.
 
 A record says at which commit it was made, but not whether the code does the same today. Its
-fingerprint does: every setting of every arm, and the numbers of a golden run of it (golden.py). It
-is taken before the first run of an ablation and kept in design.json, so that a record is never
-given one without the runs. A refactor that keeps the numbers keeps the record; where they change,
-or a setting has another default, the record is of other code.
+fingerprint does: every setting of every arm, the numbers of a golden run of it (golden.py), and the
+rewards of fixed completions. It is taken before the first run of an ablation and kept in
+design.json, so that a record is never given one without the runs. A refactor that keeps the numbers
+keeps the record; where they change, or a setting has another default, the record is of other code.
 
 Numbers are compared within what another CPU may make of them: another order of sums, another width
 of vectors, a compiler that optimizes or does not. `_BOUNDS` was found by measuring these.
@@ -71,6 +71,11 @@ def settings(design: Design) -> dict[str, Any]:
         }
         for arm in design.arms
     }
+    return _shared(found)
+
+
+def _shared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What all arms have, and what each has beside it."""
     shared = shared_settings(found)
     own = {
         name: {key: value for key, value in each.items() if key not in shared}
@@ -79,12 +84,16 @@ def settings(design: Design) -> dict[str, Any]:
     return {"all": shared, "arms": own}
 
 
+def _of_arm(shared: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return shared["all"] | shared["arms"].get(name, {})
+
+
 def fingerprint(*designs: Design) -> list[dict[str, Any]]:
     """Take the fingerprints of designs under the present code, in one process.
 
     Returns:
-        {"settings": of `settings`, "golden": numbers by arm}, as a record has it; the numbers of a
-        warm start as "start".
+        {"settings": of `settings`, "golden": numbers by arm, "rewards": those of fixed completions,
+        shared as settings are}, as a record has it; the numbers of a warm start as "start".
 
     Raises:
         UserError: that process failed.
@@ -94,10 +103,10 @@ def fingerprint(*designs: Design) -> list[dict[str, Any]]:
         kinds = {"train": "arm", "pretrain": "text", "sft": "start"}
         runs += [(number, x.name, kinds[design.command(x)], x.config) for x in design.arms]
         runs += [(number, "start", "start", design.base)] * (design.file.start != "none")
-    asked = [(kind, dump_toml(replace(config, output="unused"))) for *_, kind, config in runs]
+    wanted = [(kind, dump_toml(replace(config, output="unused"))) for *_, kind, config in runs]
     done = subprocess.run(
         [sys.executable, "-m", "fp8rl_jax.ablation.golden"],
-        input=json.dumps(asked),
+        input=json.dumps(wanted),
         capture_output=True,
         text=True,
         check=False,
@@ -106,10 +115,13 @@ def fingerprint(*designs: Design) -> list[dict[str, Any]]:
     if done.returncode:
         raise UserError(f"the golden runs failed: {last_line(done.stderr + done.stdout)}")
     found = [{"settings": settings(design), "golden": {}} for design in designs]
+    asked: list[dict[str, Any]] = [{} for _ in designs]
     numbers = json.loads(done.stdout.splitlines()[-1])
-    for (number, name, *_), each in zip(runs, numbers, strict=True):
+    for (number, name, *_), (each, rewards) in zip(runs, numbers, strict=True):
         found[number]["golden"][name] = each
-    return found
+        if rewards:
+            asked[number][name] = rewards
+    return [each | {"rewards": _shared(of)} for each, of in zip(found, asked, strict=True)]
 
 
 def sources() -> str:
@@ -136,13 +148,12 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             continue
         lines += [f"{name}: {line}" for line in _settings_differ(before, now, name)]
         lines += [f"{name}: {line}" for line in _numbers_differ(was, now["golden"][name])]
+        lines += [f"{name}: {line}" for line in _rewards_differ(before, now, name)]
     return lines
 
 
 def _settings_differ(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> Iterator[str]:
-    was, is_now = (
-        of["settings"]["all"] | of["settings"]["arms"].get(name, {}) for of in (before, now)
-    )
+    was, is_now = (_of_arm(of["settings"], name) for of in (before, now))
     for key in was.keys() & is_now.keys():
         if was[key] != is_now[key]:
             yield f"{key} was {was[key]!r} and is {is_now[key]!r}"
@@ -162,6 +173,14 @@ def _numbers_differ(was: Mapping[str, Any], is_now: Mapping[str, Any]) -> Iterat
                     f"CPU's last bits can make it ({allowed:.2g})"
                 )
                 break
+
+
+def _rewards_differ(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Of the completions that both were asked about."""
+    was, is_now = (_of_arm(of["rewards"], name) if "rewards" in of else {} for of in (before, now))
+    for text in was.keys() & is_now.keys():
+        if was[text] != is_now[text]:
+            yield f"the reward of {text!r} was {was[text]!r} and is {is_now[text]!r}"
 
 
 def _allowed(key: str, rounding: str, x: float, y: float) -> float:

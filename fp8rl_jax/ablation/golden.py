@@ -6,7 +6,8 @@ chooses, and all that comes behind is another text. So nothing is left to a draw
 weights come from a generator that is the same everywhere, and lie on the grid of bfloat16, as a
 checkpoint's do. The tokens are forced, by a bias and by bad words, through the run's own sampler:
 prefill, decode, cache and log-probabilities are what they are in a run. The rewards are given. Two
-updates follow each other, each on the tokens as the weights before it serve them.
+updates follow each other, each on the tokens as the weights before it serve them. What the arm's
+own reward gives is asked apart from it, of fixed completions of one problem.
 
 A process of its own, and on a CPU wherever it is, as `preflight` says.
 """
@@ -32,6 +33,8 @@ from fp8rl_jax.config.run import MeshConfig, RunConfig
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.models.policy import Policy, build_policy
 from fp8rl_jax.rollout.constraints import compile_phrases
+from fp8rl_jax.tasks.dataset import columns_of, load_splits
+from fp8rl_jax.tasks.rewards import build_scorer
 from fp8rl_jax.tasks.text import Document
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.training.experience import Experience
@@ -53,6 +56,13 @@ besides."""
 _DEVIATION = 0.05
 """Of the weights: large enough that attention is not even, and small enough that a rounding of e4m3
 that a last bit flips does not grow."""
+COMPLETIONS = (
+    *("{answer}", " {answer}\n", "{answer}.", "The answer is {answer}.", "{answer} is the answer"),
+    *("**{answer}**", "\\boxed{{{answer}}}", "#### {answer}", "<answer>{answer}</answer>"),
+    *("0 + {answer}", "0 + {answer} = {answer}", "{prompt}", "{prompt}{answer}", "{answer} or 1"),
+    *("not {answer}", "-{answer}", "{answer}1", "1, then {answer}", "{answer}, then 1", ""),
+)
+"""Of a problem: right, wrong, and as models hedge."""
 _METRICS = {
     "loss": "loss",
     "grad_norm": "optim/grad_norm",
@@ -174,6 +184,29 @@ def _of_updates(steps: list[dict[str, float]]) -> Numbers:
     return {key: [_digits(each[name]) for each in steps] for key, name in names.items()}
 
 
+def rewards(task: TaskConfig) -> dict[str, float | str]:
+    """Give what a task's reward gives for `COMPLETIONS` of its first held-out problem: the sum of
+    its components, or the fault."""
+    try:
+        example = load_splits(replace(task, train_size=1, eval_size=1))[1].examples[0]
+        score = build_scorer(task, columns=columns_of([example]))
+    except Exception as error:
+        return {"fault": _fault(error)}
+    words = {"answer": example.answer, "prompt": example.prompt}
+    found = {}
+    for each in COMPLETIONS:
+        try:
+            scores = score(example.prompt, each.format(**words), example.answer, example.entry)
+            found[each] = _digits(sum(scores))
+        except Exception as error:
+            found[each] = _fault(error)
+    return found
+
+
+def _fault(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 RUNS = {"arm": run_arm, "text": run_text, "start": run_start}
 
 
@@ -189,7 +222,7 @@ def measure(kind: str, config: RunConfig) -> dict[str, Any]:
         quantizes = recipe.quantizes_linears or recipe.quantizes_attention
         return {"rounding": "fp8" if quantizes else config.compute_dtype, **RUNS[kind](config)}
     except Exception as error:
-        return {"fault": " ".join(f"{type(error).__name__}: {error}".split())}
+        return {"fault": _fault(error)}
 
 
 def _digits(value: float) -> float:
@@ -241,7 +274,7 @@ def _only(word: str, vocab_size: int) -> dict[str, Any]:
 def _main() -> None:
     logging.disable(logging.WARNING)
     keep_compiled_programs()
-    known, answers = {}, []
+    known, scores, answers = {}, {}, []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "arm.toml"
         for kind, text in json.load(sys.stdin):
@@ -250,7 +283,10 @@ def _main() -> None:
             # arms of one study or of several may have one golden run
             key = f"{kind} {replace(golden_config(config), task=TaskConfig())}"
             known[key] = known.get(key) or measure(kind, config)
-            answers.append(known[key])
+            task = repr(config.task)
+            if kind == "arm" and task not in scores:
+                scores[task] = rewards(config.task)
+            answers.append([known[key], scores.get(task) if kind == "arm" else None])
     print(json.dumps(answers))
 
 

@@ -17,6 +17,7 @@ from fp8rl_jax.ablation.design import read_design
 from fp8rl_jax.config.fingerprint import flat
 from fp8rl_jax.config.recipe import PrecisionConfig
 from fp8rl_jax.config.run import RunConfig
+from fp8rl_jax.config.tasks import RewardConfig, TaskConfig
 from fp8rl_jax.rollout import engine
 from fp8rl_jax.training import serving, session
 
@@ -30,6 +31,7 @@ BEFORE = {
         "a": {"rounding": "float32", "loss": [0.1, 0.2], "k3": [0.0, 0.0]},
         "b": {"rounding": "fp8", "loss": [0.1, 0.2], "k3": [3e-3, 3e-3]},
     },
+    "rewards": {"all": {"{answer}": 1.0}, "arms": {"a": {"": 0.0}, "b": {"": 0.1}}},
 }
 
 
@@ -57,6 +59,10 @@ def test_a_difference_names_arm_number_and_both_values():
     assert differences(BEFORE, changed("golden", "a", "k3", value=[1e-7, 0.0]))
     (line,) = differences(BEFORE, changed("golden", "a", "loss", value=[float("nan"), 0.2]))
     assert "is nan" in line
+    found = differences(BEFORE, changed("rewards", "all", value={"{answer}": 0.5, "new": 1.0}))
+    line = "the reward of '{answer}' was 1.0 and is 0.5"
+    assert found == [f"a: {line}", f"b: {line}"]
+    assert differences(BEFORE, changed("rewards", "arms", "b", "", value=0.0))
 
 
 def test_other_settings_and_arms_are_named_and_new_ones_are_not():
@@ -129,6 +135,21 @@ def test_an_arm_that_cannot_be_run_so_says_why():
     found = golden.measure("arm", replace(DEMO, recipe="fp9"))
     assert list(found) == ["fault"]
     assert found["fault"].startswith("UserError: ") and "'fp9'" in found["fault"]
+
+
+def test_an_arm_is_asked_how_it_reads_answers():
+    """Not to be seen in its numbers: a golden run's rewards are given."""
+    task = TaskConfig(
+        kind="module",
+        name="experiments/tasks/addition.py:problems",
+        reward=RewardConfig(extract="last_number"),
+    )
+    found = golden.rewards(task)
+    assert (found["The answer is {answer}."], found["0 + {answer}"], found[""]) == (1.0, 0.0, 0.0)
+    first = golden.rewards(replace(task, reward=RewardConfig(extract="whole")))
+    assert found != first and first.keys() == found.keys() == {*golden.COMPLETIONS}
+    missing = golden.rewards(replace(task, name="experiments/tasks/none.py:problems"))
+    assert list(missing) == ["fault"] and "none.py" in missing["fault"]
 
 
 @pytest.fixture(scope="module")
