@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -1245,11 +1244,9 @@ def smollm2_recipes() -> str:
 def smollm2_long() -> str:
     """SmolLM2 learns sums for longer, and the masters served in other ways."""
     found = study("smollm2_long")
-    planned = tomllib.loads((ROOT / "experiments/ablations/smollm2_long.toml").read_text())
     about = prose(f"""
         The same sums for {found.steps} steps, where arms end rather than how fast they go: {found.seeds} paired seeds,
-        {found.problems} held-out problems, float32 compute where the name does not say bfloat16. Shown are arms of which all
-        seeds have run, {len(found.arms)} of {len(planned["arms"])} that the study has; verdicts allow for those alone, and change with the others.
+        {found.problems} held-out problems, float32 compute where the name does not say bfloat16.
     """)
     masters = prose("""
         Their masters at the end, served in four ways, and what arrived, as [below](#what-arrives-of-an-update):
@@ -1717,15 +1714,18 @@ def paired(
     return found.difference, correct["before"].shape[1]
 
 
-def heard(plain: str, sync: int, unit: str) -> tuple[str, str]:
+def heard(
+    plain: str, sync: int, unit: str, paths: tuple[str, ...] = (ARRIVAL, MORE_ARRIVALS)
+) -> tuple[str, str]:
     """What arrives with dithered masters and without, and the difference in accuracy.
 
     Args:
         plain: an arm of the arrival study, one of which is called so and dithered.
         sync: which.
         unit: what stands behind the first number.
+        paths: records of the study.
     """
-    names, runs = (plain, f"{plain}-dithered"), arrivals(ARRIVAL, MORE_ARRIVALS)
+    names, runs = (plain, f"{plain}-dithered"), arrivals(*paths)
     x, problems = paired(*(runs[name] for name in names), 0.05)
     without, with_draws = (
         np.mean([run["series"]["sync/arrived"]["values"][sync] for run in runs[name]])
@@ -1980,6 +1980,12 @@ CLAIMS = (
         "How much of its first 6 updates does the same model hear in bfloat16 compute, the default dtype?",
         partial(heard, "bf16-bfloat16", -1, "of it"),
         "What arrives of an update",
+        is_main=True,
+    ),
+    Claim(
+        "And of 20?",
+        partial(heard, "bf16-bfloat16", -1, "of it", (LONG,)),
+        "SmolLM2 addition for longer",
         is_main=True,
     ),
     Claim(
