@@ -2,8 +2,9 @@
 
 XLA cannot look into a kernel, and would gather every operand on every device. So each kernel says
 how its axes belong together, as in `einsum`: "m k, m b, n k, c b -> m n". A factor is split like
-the first operand that has it split; one that is in no result is summed over devices. A block of 128
-is never split: where a device's share is no whole number of blocks, it is gathered.
+the first operand that has it split; one that is in no result is summed over devices, and where each
+of these wants a part of the sum alone, it gets no other. A block of 128 is never split: where a
+device's share is no whole number of blocks, it is gathered.
 
 Inside `shard_map`, and on one device, a kernel is called as it is. (Where `shard_map` leaves an
 axis to XLA, JAX 0.11 cannot say how an array is split over it; every device of that axis then
@@ -73,27 +74,36 @@ def partitioned(
     return call
 
 
-def _partition(kernel, operands: Factors, results: Factors, blocks, whole, summed, mesh, given, _):
+def _partition(
+    kernel, operands: Factors, results: Factors, blocks, whole, summed, mesh, given, wanted
+):
     split = splits(
         operands, blocks, whole, [(x.shape, _entries(x)) for x in given], dict(mesh.shape)
     )
     over = tuple(axis for factor in summed for axis in split.get(factor, ()))
+    scattered = scatters(results, split, over, wanted, dict(mesh.shape)) if over else {}
+    taken = {axis for axes in scattered.values() for axis in axes}
 
     def on_one_device(*arrays):
         out = kernel(*arrays)
-        return lax.psum(out, over) if over else out
+        for place, axes in scattered.items():
+            out = lax.psum_scatter(out, axes, scatter_dimension=place, tiled=True)
+        rest = tuple(axis for axis in over if axis not in taken)
+        return lax.psum(out, rest) if rest else out
 
-    def sharding(names):
+    def sharding(names, scattered):
+        axes = [split.get(blocks.get(f, (f,))[0], ()) for f in names]
         return NamedSharding(
-            mesh, PartitionSpec(*(split.get(blocks.get(f, (f,))[0]) for f in names))
+            mesh,
+            PartitionSpec(*((*of, *scattered.get(i, ())) or None for i, of in enumerate(axes))),
         )
 
-    written = tuple(sharding(names) for names in results)
+    written = tuple(sharding(names, scattered) for names in results)
     return (
         mesh,
         on_one_device,
         written if len(written) > 1 else written[0],
-        tuple(sharding(names) for names in operands),
+        tuple(sharding(names, {}) for names in operands),
     )
 
 
@@ -120,6 +130,35 @@ def splits(
                 chosen[factor] = free
                 used |= set(free)
     return chosen
+
+
+def scatters(
+    results: Factors,
+    split: dict[str, tuple[str, ...]],
+    over: tuple[str, ...],
+    wanted: Any,
+    sizes: dict[str, int],
+) -> dict[int, tuple[str, ...]]:
+    """Choose which axes of a sum are scattered over mesh axes, as gradients of sharded weights are:
+    those of which the program wants a part on each device. Nothing where there are two results.
+
+    Args:
+        results, split: factors, and the mesh axes of each.
+        over: mesh axes that the sum goes over.
+        wanted: the result as the program goes on with it, with its sharding.
+        sizes: of the mesh axes.
+    """
+    found = {}
+    if len(results) > 1:
+        return found
+    for place, (factor, side, axes) in enumerate(
+        zip(results[0], wanted.shape, _entries(wanted), strict=True)
+    ):
+        axes = tuple(axis for axis in axes if axis in over)
+        parts = math.prod(sizes[axis] for axis in (*split.get(factor, ()), *axes))
+        if axes and side % parts == 0:
+            found[place] = axes
+    return found
 
 
 def _entries(x: Any) -> list[tuple[str, ...]]:

@@ -41,11 +41,14 @@ class Format(ABC):
         regrouped: what the forward has quantized of an input is kept for the backward, and
             quantized anew along tokens there; else what is kept is quantized along tokens from the
             input itself.
+        by_block: a block's bits depend on that block alone, so that a row may be quantized in
+            pieces of whole blocks.
     """
 
     block: tuple[int, int]
     packed: ClassVar[int] = 1
     regrouped: ClassVar[bool] = False
+    by_block: ClassVar[bool] = False
 
     @abstractmethod
     def quantize(self, x: Float[Array, "*batch m n"], backend: Backend = "auto") -> QTensor:

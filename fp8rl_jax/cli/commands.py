@@ -195,12 +195,15 @@ def plan(config: RunConfig) -> int:
     start_jax()
     from fp8rl_jax.config.chips import CHIPS
     from fp8rl_jax.training import ahead, roofline
-    from fp8rl_jax.training.checks import check_mesh
-    from fp8rl_jax.training.plan import abstract_mesh, mesh_sizes, report
+    from fp8rl_jax.training.checks import check_lengths, check_mesh, check_shape
+    from fp8rl_jax.training.plan import abstract_mesh, as_on_chip, mesh_sizes, report
     from fp8rl_jax.training.source import model_shape
 
     shape, sizes = model_shape(config), mesh_sizes(config.mesh, config.plan.devices)
     check_mesh(config, shape, abstract_mesh(sizes))
+    check_lengths(config, shape)
+    with as_on_chip(config):
+        check_shape(config, shape)
     text, fits = report(shape, config, sizes)
     print(text, flush=True)
     if config.plan.chip in CHIPS:

@@ -17,6 +17,7 @@ feed-forward layer or experts), the whole pass, the stack of layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -55,7 +56,7 @@ from fp8rl_jax.parallel import (
     left_inside,
     policy_shardings,
 )
-from fp8rl_jax.precision import Compute, as_weight, multiply_all
+from fp8rl_jax.precision import Compute, as_weight, input_splits, multiply_all
 from pallas_kernels.matmul import flatten_many_rows
 from pallas_kernels.rounding import rounded
 
@@ -208,7 +209,7 @@ def _split_of(
     weight: Tensor, axes: tuple[str, ...], mesh: jax.sharding.AbstractMesh
 ) -> tuple[tuple[str, ...], bool]:
     """Of those axes, the ones that split a weight, and whether they split what is contracted; none
-    where a block of its scales is of two devices."""
+    where a block of its scales, or of the input's, is of two devices."""
     if not isinstance(weight, Weight):
         return (), False
     values, *scales = [
@@ -218,6 +219,9 @@ def _split_of(
     for contracted, entry in enumerate(sides):
         over = (entry,) if isinstance(entry, str) else entry or ()
         if over and set(over) <= set(axes) and all(entry in spec for spec in scales):
+            parts = math.prod(mesh.shape[axis] for axis in over)
+            if contracted and not input_splits(weight.value, parts):
+                break
             return over, bool(contracted)
     return (), False
 

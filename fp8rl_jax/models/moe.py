@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.models.config import ExpertsConfig
 from fp8rl_jax.models.policy import FeedForward, Layer
-from fp8rl_jax.parallel import DEFAULT_RULES, left_to_xla, splitting_axes
+from fp8rl_jax.parallel import DEFAULT_RULES, by_shards, left_to_xla, splitting_axes
 from fp8rl_jax.precision import Compute, as_weight
 from pallas_kernels.rounding import rounded
 
@@ -86,10 +86,15 @@ def choose(
         bias: added to the scores for the choice alone.
     """
     scores = compute.routing(x, router, config.scoring)
-    ranked = lax.stop_gradient(scores)
-    if bias is not None:
-        ranked = in_best_groups(ranked + lax.stop_gradient(bias.astype(jnp.float32)), config)
-    ids = lax.top_k(ranked, config.per_token)[1]
+
+    def best(ranked: Array, bias: Array | None) -> Array:
+        if bias is not None:
+            ranked = in_best_groups(ranked + bias.astype(jnp.float32), config)
+        return lax.top_k(ranked, config.per_token)[1]
+
+    # left to itself XLA gathers the scores of all rows
+    rows = ("batch", *[None] * (scores.ndim - 1))
+    ids = by_shards(best, lax.stop_gradient((scores, bias)), (rows, None), rows)
     if routes is not None:
         replayed = (routes >= 0).all(axis=-1, keepdims=True)
         ids = jnp.where(replayed, routes.astype(ids.dtype), ids)

@@ -79,6 +79,11 @@ class LinearWeight(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
+    @property
+    def activation(self) -> TensorFormat:
+        """Format of the input; COMPUTE: it stays as it is."""
+        ...
+
     def prepare(self, x: Float[Array, "*m k"], compute: Compute) -> Any:
         """Bring an input into the form that `multiply` takes; weights of one kind share it."""
         ...
@@ -100,6 +105,10 @@ class PlainWeight:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
+
+    @property
+    def activation(self) -> TensorFormat:
+        return COMPUTE
 
     def prepare(self, x, compute):
         return x
@@ -175,8 +184,12 @@ class QuantizedWeight:
     def shape(self) -> tuple[int, ...]:
         return self.quantized.shape
 
+    @property
+    def activation(self) -> TensorFormat:
+        return self.precision.activation
+
     def prepare(self, x, compute):
-        return _quantized_input(x, self.precision.activation, compute)
+        return _quantized_input(x, self.activation, compute)
 
     def multiply(self, x, out_dtype, compute, group_sizes=None):
         if isinstance(x, QuantizedInput):
@@ -248,6 +261,10 @@ class AdaptedWeight:
     def shape(self) -> tuple[int, ...]:
         return self.base.shape
 
+    @property
+    def activation(self) -> TensorFormat:
+        return as_weight(self.base).activation
+
     def prepare(self, x, compute):
         return AdaptedInput(x, as_weight(self.base).prepare(x, compute))
 
@@ -273,6 +290,17 @@ def as_weight(stored: Stored) -> LinearWeight:
     if isinstance(stored, QuantizedWeight | PredequantizedWeight | AdaptedWeight | PlainWeight):
         return stored
     return PlainWeight(stored)
+
+
+def input_splits(stored: Stored, parts: int) -> bool:
+    """Tell whether an input may be prepared in so many equal parts of its columns: to the bits that
+    the whole has."""
+    weight = as_weight(stored)
+    if not weight.activation.quantized:
+        return True
+    columns = weight.shape[-1]
+    made = format_of(weight.activation, (1, columns))
+    return made.by_block and made.by_row and columns // parts % made.block[1] == 0
 
 
 def is_quantized(x: Any) -> bool:
@@ -373,9 +401,7 @@ def predequantize(weight: Stored, compute: Compute) -> Stored:
         weight = QuantizedWeight(weight)
     if isinstance(weight, QuantizedWeight):
         values = compute.prepared(weight.quantized)
-        return (
-            weight if values is None else PredequantizedWeight(values, weight.precision.activation)
-        )
+        return weight if values is None else PredequantizedWeight(values, weight.activation)
     if isinstance(weight, Panels):
         return weight
     values = compute.prepared(weight)

@@ -82,11 +82,28 @@ def check_mesh(
         key = "sft.micro_batch_rows" if sft.micro_batch_rows else "sft.batch_size"
         check_batch(sft.micro_batch_rows or sft.batch_size, mesh, key)
     elif not trainer.packing:  # packed rows are filled up
-        if trainer.micro_batch_prompts:
-            check_batch(trainer.micro_batch_prompts, mesh, "trainer.micro_batch_prompts")
-        part = r.prompts_per_step // trainer.updates_per_rollout
-        check_batch(part, mesh, "rollout.prompts_per_step / trainer.updates_per_rollout")
+        of_update = r.prompts_per_step // trainer.updates_per_rollout
+        check_batch(of_update, mesh, "rollout.prompts_per_step / trainer.updates_per_rollout")
+    check_axes(config, shape, mesh)
     own = config.mesh.rollout
+    if own.size and r.prompts_per_step % (parts := own.data * own.expert):
+        raise UserError(
+            f"rollout.prompts_per_step = {r.prompts_per_step} does not divide by mesh.rollout.data "
+            f"x expert = {parts}: make it a multiple of {parts}"
+        )
+
+
+def check_axes(
+    config: RunConfig, shape: PolicyConfig, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+) -> None:
+    """Refuse a mesh that splits no micro-batch into equal parts, or has no use for an axis.
+
+    Raises:
+        UserError: naming the key, and the sizes that fit.
+    """
+    trainer, own = config.trainer, config.mesh.rollout
+    if config.task.kind != "text" and trainer.micro_batch_prompts and not trainer.packing:
+        check_batch(trainer.micro_batch_prompts, mesh, "trainer.micro_batch_prompts")
     if shape.experts is None and mesh.shape["expert"] > 1:
         raise UserError(
             f"mesh.expert = {mesh.shape['expert']}: the model has no experts; set mesh.data or "
@@ -97,11 +114,47 @@ def check_mesh(
             f"mesh.rollout.expert = {own.expert}: the model has no experts; set mesh.rollout.data "
             "to that"
         )
-    if own.size and r.prompts_per_step % (parts := own.data * own.expert):
+
+
+def check_lengths(config: RunConfig, shape: PolicyConfig) -> None:
+    """Refuse rows that are longer than the model's positions.
+
+    Raises:
+        UserError: naming the keys.
+    """
+    r, positions = config.rollout, shape.max_position_embeddings
+    if config.task.kind == "text":
+        asked, longest = "sft.row_tokens", config.sft.row_tokens
+    else:
+        asked = "rollout.max_prompt_tokens + rollout.max_new_tokens"
+        longest = r.max_prompt_tokens + r.max_new_tokens
+    if longest > positions:
+        raise UserError(f"{asked} = {longest} exceeds the model's {positions} positions")
+
+
+def check_shape(config: RunConfig, shape: PolicyConfig) -> None:
+    """Refuse settings that a model of this shape cannot have.
+
+    Raises:
+        UserError: naming the key.
+    """
+    if config.rollout.engine == "vllm" and shape.latent is not None:
         raise UserError(
-            f"rollout.prompts_per_step = {r.prompts_per_step} does not divide by mesh.rollout.data "
-            f"x expert = {parts}: make it a multiple of {parts}"
+            f"rollout.engine = 'vllm': a {shape.family.hf_class} has latent attention, of "
+            "which vLLM keeps another form of kv_b_proj, and whether a push renews that has not "
+            'been tried; take "static" or "paged"'
         )
+    if config.trainer.router_replay and shape.experts is None:
+        raise UserError("trainer.router_replay: the model has no experts; leave it false")
+    outside = [x for x in config.rollout.stop_token_ids if not 0 <= x < shape.vocab_size]
+    if outside:
+        raise UserError(
+            f"rollout.stop_token_ids: {outside[0]} is outside of the model's vocabulary of "
+            f"{shape.vocab_size}"
+        )
+    exact = config.resolved_recipe.exact
+    if exact and selected_backend(config.precision.backend) == "hopper":
+        _check_exact_on_hopper(shape, config)
 
 
 def check_range(policy: Policy, dtype: jnp.dtype) -> None:
@@ -146,19 +199,10 @@ def check_policy(policy: Policy, config: RunConfig, recipe: Recipe) -> None:
         ),
         policy,
     )
-    if config.rollout.engine == "vllm" and policy.config.latent is not None:
-        raise UserError(
-            f"rollout.engine = 'vllm': a {policy.config.family.hf_class} has latent attention, of "
-            "which vLLM keeps another form of kv_b_proj, and whether a push renews that has not "
-            'been tried; take "static" or "paged"'
-        )
-    if config.trainer.router_replay and policy.config.experts is None:
-        raise UserError("trainer.router_replay: the model has no experts; leave it false")
-    if recipe.exact and selected_backend(config.precision.backend) == "hopper":
-        _check_exact_on_hopper(policy, config)
+    check_shape(config, policy.config)
 
 
-def _check_exact_on_hopper(policy: Policy, config: RunConfig) -> None:
+def _check_exact_on_hopper(shape: PolicyConfig, config: RunConfig) -> None:
     """What attention in the order of a decode step asks of the model and of the batch."""
     if config.rollout.engine == "paged":
         raise UserError(
@@ -170,20 +214,20 @@ def _check_exact_on_hopper(policy: Policy, config: RunConfig) -> None:
             "trainer.packing: with precision.exact, Hopper's attention takes one sequence a row; "
             "set one of the two to false"
         )
-    model, dtype = policy.config, jnp.dtype(config.compute_dtype)
+    dtype = jnp.dtype(config.compute_dtype)
     try:
         jax.eval_shape(
             lambda q, k: attention(
                 q,
                 [KeyBlock(k, k, jnp.ones((1, 1, 8), bool))],
-                model.score_scale,
+                shape.score_scale,
                 1.0,
                 dtype,
                 key_order="decode",
                 backend="hopper",
             ),
-            jax.ShapeDtypeStruct((1, 1, model.num_heads, model.attention_dim), dtype),
-            jax.ShapeDtypeStruct((1, model.num_kv_heads, 8, model.attention_dim), dtype),
+            jax.ShapeDtypeStruct((1, 1, shape.num_heads, shape.attention_dim), dtype),
+            jax.ShapeDtypeStruct((1, shape.num_kv_heads, 8, shape.attention_dim), dtype),
         )
     except BackendError as error:
         raise UserError(f"precision.exact: {error}; set it to false") from None
@@ -196,11 +240,6 @@ def make_sampling(config: RunConfig, policy: Policy, tokenizer: Tokenizer) -> Sa
             f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, and the model's vocab_size "
             f"is {policy.config.vocab_size}; give load_tokenizer the vocab_size, or the model's "
             "own tokenizer"
-        )
-    if outside := [x for x in r.stop_token_ids if not 0 <= x < policy.config.vocab_size]:
-        raise UserError(
-            f"rollout.stop_token_ids: {outside[0]} is outside of the model's vocabulary of "
-            f"{policy.config.vocab_size}"
         )
     ends = end_tokens(tokenizer, (*policy.config.eos_token_ids, *r.stop_token_ids))
     if not (ends or r.stop_strings):

@@ -100,7 +100,13 @@ from fp8rl_jax.training.advantages import (
 from fp8rl_jax.training.batch import Batch, bucket, narrow, untrim
 from fp8rl_jax.training.carry_over import CarryOver
 from fp8rl_jax.training.checkpoint import Checkpoints, difference
-from fp8rl_jax.training.checks import check_policy, kernel_sizes, make_sampling, with_exact_decided
+from fp8rl_jax.training.checks import (
+    check_axes,
+    check_policy,
+    kernel_sizes,
+    make_sampling,
+    with_exact_decided,
+)
 from fp8rl_jax.training.experience import Entering, Experience, episode_experience, play
 from fp8rl_jax.training.keys import rollout_key, sample_key, selection_key
 from fp8rl_jax.training.learner import Learner, micro_batches, step_config
@@ -259,6 +265,7 @@ class Session:
         if unused := unused_settings(config):
             _log.warning("settings that do nothing here: %s", "; ".join(unused))
         self.mesh, own = make_mesh(config.mesh), make_rollout_mesh(config.mesh)
+        check_axes(config, policy.config, self.mesh)
         check_policy(policy, config, self.recipe)
         rollout = config.rollout
         self.sampling = make_sampling(config, policy, tokenizer)

@@ -35,7 +35,7 @@ from fp8rl_jax.tasks.sandbox.pickling import pack
 from fp8rl_jax.tasks.sandbox.pool import RewardPool
 from fp8rl_jax.tasks.text import load_documents
 from fp8rl_jax.tasks.verifiers import unread_result, unverified
-from fp8rl_jax.training.checks import check_mesh, kernel_sizes
+from fp8rl_jax.training.checks import check_lengths, check_mesh, kernel_sizes
 from fp8rl_jax.training.plan import check_fits, device_text, report
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.session import Session
@@ -151,17 +151,12 @@ def _built(
     mesh = make_mesh(config.mesh)
     shape, is_text = model_shape(config), config.task.kind == "text"
     check_mesh(config, shape, mesh)
+    check_lengths(config, shape)
     if (sampled or is_text) and not config.dry_run:
         check_fits(shape, config, dict(mesh.shape))
     policy, tokenizer = load_model(config, mesh)
     if is_text:
         return _of_text(config, Session(policy, tokenizer, config=config, engine=engine))
-    longest = r.max_prompt_tokens + r.max_new_tokens
-    if longest > policy.config.max_position_embeddings:
-        raise UserError(
-            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} exceeds the model's "
-            f"{policy.config.max_position_embeddings} positions"
-        )
     session = Session(policy, tokenizer, config=config, engine=engine)
     train, held_out = load_splits(config.task, dataset, environment, eval_dataset)
     train, dropped = _fitting(train, session.encoder, "training")
@@ -181,11 +176,9 @@ def _built(
 
 def _of_text(config: RunConfig, session: Session) -> Setup:
     """The parts of a run on text."""
-    width, positions = config.sft.row_tokens, session.shape.max_position_embeddings
-    if width > positions:
-        raise UserError(f"sft.row_tokens = {width} exceeds the model's {positions} positions")
     train, held_out = (
-        tokenized(some, session.encoder, width) for some in load_documents(config.task)
+        tokenized(some, session.encoder, config.sft.row_tokens)
+        for some in load_documents(config.task)
     )
     return Setup(session.config, session, config.directory, train, held_out)
 

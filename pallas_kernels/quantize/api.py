@@ -33,6 +33,7 @@ class Blocks(Format):
     dtype: str = "float8_e4m3fn"
     scale: Rule = "float32"
     regrouped: ClassVar[bool] = True
+    by_block: ClassVar[bool] = True
 
     def quantize(self, x: Float[Array, "*batch m n"], backend: Backend = "auto") -> QTensor:
         """`quantize_blocks`."""

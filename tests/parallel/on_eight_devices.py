@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from parallel.policies import make_policy, make_tokens, quantized
 
+import fp8rl_jax
 from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.config.run import MeshConfig
 from fp8rl_jax.errors import UserError
@@ -30,6 +31,7 @@ from fp8rl_jax.parallel import (
     to_host,
 )
 from fp8rl_jax.precision import is_quantized
+from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.weights import gathered as gathering
 from fp8rl_jax.weights.load import load_policy, save_policy
 
@@ -74,6 +76,17 @@ def mesh_errors() -> dict[str, str]:
         except UserError as error:
             answers[str(sizes)] = str(error)
     return answers
+
+
+def session_errors(policy) -> list[str]:
+    """Of sessions made in Python, whose batches have no size before they come."""
+    said = []
+    for settings in ({"fsdp": 4, "micro_batch_prompts": 1}, {"expert": 4}):
+        try:
+            fp8rl_jax.Session(policy, ByteTokenizer(), "bf16", **settings)
+        except UserError as fault:
+            said.append(str(fault))
+    return said
 
 
 def constraints(mesh) -> dict[str, list]:
@@ -163,6 +176,7 @@ def main() -> None:
         json.dumps(
             {
                 "mesh_errors": mesh_errors(),
+                "session_errors": session_errors(policy),
                 "exported": exported,
                 "left_over": dict(make_mesh(MeshConfig(-1, 2, 2)).shape),
                 "constraints": constraints(mesh),

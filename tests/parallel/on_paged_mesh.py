@@ -58,7 +58,28 @@ def main() -> None:
         same &= bool((made.tokens == wanted.tokens).all() and (made.mask == wanted.mask).all())
         same &= bool((carried == wanted.tokens).all() and (said == turns).all())
         found[" ".join(sizes)] = [same, float(gap), parts, reused]
-    print(json.dumps({"meshes": found, "simulated": simulated(policy, prompts)}))
+    told = {"simulated": simulated(policy, prompts), "quantized": quantized(policy, prompts)}
+    print(json.dumps({"meshes": found, **told}))
+
+
+def quantized(policy, prompts):
+    """Whether the last mesh samples one device's tokens where inputs are quantized along the side
+    that tensor splits, in groups of two devices or with a scale over the row; by recipe, with the
+    largest difference of log-probabilities."""
+    told, mesh = {}, make_mesh(MeshConfig(**MESHES[-1]))
+    for name in ("fp8-rollout", "nvfp4-rollout"):
+        alone = LocalEngine(RECIPES[name], jnp.float32, unroll=False)
+        alone.sync(policy)
+        wanted = jax.device_get(alone.generate(prompts, 3, SAMPLING, KEY))
+        with jax.set_mesh(mesh):
+            engine = PagedEngine(RECIPES[name], jnp.float32, unroll=False)
+            engine.sync(shard_policy(policy, mesh))
+            out = to_host(
+                engine.generate(to_global(prompts, batch_sharding(mesh)), 3, SAMPLING, KEY)
+            )
+        gap = float(np.abs(out.policy_logprobs - wanted.policy_logprobs).max())
+        told[name] = bool((out.tokens == wanted.tokens).all()), gap
+    return told
 
 
 def simulated(policy, prompts):

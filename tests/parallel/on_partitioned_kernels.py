@@ -63,7 +63,7 @@ def collectives(mesh, specs, operands) -> tuple[float, list[str], list[int]]:
 
 
 def _collectives(compiled) -> list[str]:
-    names = r"\b(all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\("
+    names = r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
     return sorted(set(re.findall(names, compiled.as_text())))
 
 
@@ -107,6 +107,33 @@ def experts(mesh) -> dict[str, tuple[float, list[str]]]:
             _collectives(compiled),
         )
     return found
+
+
+def gradient_of_shards(mesh) -> tuple[float, list[str], list[int]]:
+    """dW = dY^T X of rows on data and fsdp, where the weight is on fsdp: each device of fsdp gets
+    its part of the sum."""
+    dy, x = (
+        jnp.round(4 * jax.random.normal(key, (256, n)))
+        for key, n in zip(jax.random.split(jax.random.key(4)), (128, 512), strict=True)
+    )
+    rows, wanted = P(("data", "fsdp")), NamedSharding(mesh, P("tensor", "fsdp"))
+
+    def product(dy, x):
+        return dy.T @ x
+
+    placed = [jax.device_put(a, NamedSharding(mesh, rows)) for a in (dy, x)]
+    with jax.set_mesh(mesh):
+        call = jax.jit(
+            lambda *a: partitioned(product, "m n, m k -> n k", {})(*a), out_shardings=wanted
+        )
+        compiled = call.lower(*placed).compile()
+    out = compiled(*placed)
+    # integers: exact in any order
+    return (
+        float(np.abs(out - product(dy, x)).max()),
+        _collectives(compiled),
+        list(out.addressable_shards[0].data.shape),
+    )
 
 
 def quantized(x, block=(1, 128)):
@@ -214,6 +241,7 @@ def main() -> None:
         "few_rows": quantizer_of_few_rows(mesh),
     }
     found["prefill"] = prefill(mesh)
+    found["gradient_of_shards"] = gradient_of_shards(mesh)
     print(json.dumps(found))
 
 

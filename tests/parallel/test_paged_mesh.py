@@ -15,8 +15,8 @@ def test_parts_of_a_batch_sample_what_one_device_samples():
     for same, gap, _, reused in found["meshes"].values():
         assert same and gap < 1e-5 and reused > 30
     assert [rows for *_, rows, _ in found["meshes"].values()] == [3, 6]
-    same, gap = found["simulated"]
-    assert same and gap < 1e-4
+    for same, gap in (found["simulated"], *found["quantized"].values()):
+        assert same and gap < 1e-4
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from parallel.helpers import run_on_devices
 
-from pallas_kernels.partition import splits
+from pallas_kernels.partition import scatters, splits
 
 OPERANDS = (("m", "k"), ("m", "b"), ("n", "k"), ("c", "b"))
 BLOCKS = {"b": ("k", 128), "c": ("n", 128)}
@@ -71,6 +71,29 @@ def test_what_must_be_whole_is_not_split():
 def test_the_rows_of_groups_are_whole(printed, product, collectives):
     difference, found = printed[product]
     assert difference < 1e-4 and found == collectives
+
+
+@pytest.mark.slow
+def test_a_sum_of_which_devices_want_parts_is_scattered(printed):
+    difference, found, shard = printed["gradient_of_shards"]
+    assert difference == 0 and found == ["all-reduce", "reduce-scatter"] and shard == [64, 256]
+
+
+def test_what_is_scattered_is_summed_and_divides():
+    class Wanted:
+        def __init__(self, shape, *spec):
+            self.shape, self.sharding = shape, self
+            self.spec = spec
+
+    split, over = {"m": ("data", "fsdp"), "n": ("tensor",)}, ("data", "fsdp")
+
+    def found(shape, *spec, results=(("n", "k"),)):
+        return scatters(results, split, over, Wanted(shape, *spec), SIZES)
+
+    assert found((64, 512), "tensor", "fsdp") == {1: ("fsdp",)}
+    assert found((64, 512), ("tensor", "fsdp"), "data") == {0: ("fsdp",), 1: ("data",)}
+    assert found((6, 512), ("tensor", "fsdp")) == found((64, 512), "tensor") == {}
+    assert found((64, 512), "tensor", "fsdp", results=(("n", "k"), ("n",))) == {}
 
 
 @pytest.mark.slow

@@ -48,6 +48,12 @@ def leaves(table: dict[str, tuple]) -> dict[str, list]:
     return {name: list(placed) for name, placed in table.items()}
 
 
+def test_a_session_in_python_refuses_a_mesh_that_it_has_no_use_for(eight):
+    micro, expert = eight["session_errors"]
+    assert "trainer.micro_batch_prompts = 1 does not divide by" in micro
+    assert "mesh.expert = 4: the model has no experts" in expert
+
+
 def test_mesh_sizes_are_checked_by_their_keys(eight):
     assert eight["left_over"] == {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}
     assert eight["mesh_errors"] == {

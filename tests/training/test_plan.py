@@ -340,6 +340,32 @@ def test_plan_command_says_whether_it_fits(capsys):
     assert "plan.chip = 'h300'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--rollout.max-prompt-tokens", "9000", "--rollout.max-new-tokens", "90000"],
+            "rollout.max_prompt_tokens + rollout.max_new_tokens = 99000 exceeds the model's 40960",
+        ),
+        (["--trainer.router-replay"], "trainer.router_replay: the model has no experts"),
+        (["--rollout.stop-token-ids", "151936"], "outside of the model's vocabulary of 151936"),
+        (
+            [
+                *("--recipe", "jet-rl", "--precision.exact", "true", "--plan.chip", "h200"),
+                *("--rollout.engine", "paged", "--trainer.updates-per-rollout", "1"),
+            ],
+            "rollout.engine: with precision.exact, Hopper's attention reads rows and no pages",
+        ),
+    ],
+)
+def test_the_plan_refuses_what_a_run_refuses(capsys, flags, said):
+    run = [str(RUNS / "runs" / "qwen3_8b_plan.toml")]
+    path = ["--model.path", str(RUNS / "shapes" / "qwen3-8b")]
+    assert main(["plan", *run, *path, "--mesh.fsdp", "2", *flags]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and not printed.out
+
+
 def test_the_plan_says_when_a_weight_of_an_fp8_checkpoint_changes(tmp_path):
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))

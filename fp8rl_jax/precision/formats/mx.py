@@ -70,6 +70,7 @@ class MX(Drawn):
     """
 
     block: tuple[int, int] = (1, 32)
+    by_block: ClassVar[bool] = True
     element: Literal["e4m3", "e5m2", "e2m3", "e3m2", "e2m1"] = "e4m3"
     scale: Literal["up", "floor"] = "up"
 
