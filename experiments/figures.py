@@ -220,6 +220,12 @@ def tensor_core_sums() -> str:
     return f"{about}\n\n{table(heads, rows)}"
 
 
+DEPTH_COMMAND = (
+    "python -m experiments.depth --weights smollm2 --depths 2 4 8 16 "
+    "--recipes bf16 fp8-rollout fp8-kv fp8-rl fp8-e2e fp8-e2e-kv infir2"
+)
+
+
 def deep() -> list[dict[str, Any]]:
     """Points of the depth study that are shown, by depth."""
     points = record("depth/results.json")["points"]
@@ -234,8 +240,8 @@ def depth() -> str:
     chosen = deep()
     bf16 = chosen[-1]["k3"]["bf16"]
     about = prose(f"""
-        What the mismatch is made of, and how it grows with depth: SmolLM2-135M-Instruct cut to its first layers, forward
-        passes alone, bfloat16 compute, {bf16["tokens"]} tokens of {len(bf16["total"])} sets of prompts, sampled by the
+        What the mismatch is made of, and how it grows with depth: SmolLM2-135M-Instruct cut to its first layers, here to
+        {chosen[-1]["depth"]} of 30 at most, forward passes alone, bfloat16 compute, {bf16["tokens"]} tokens of {len(bf16["total"])} sets of prompts, sampled by the
         recipe's own rollout. k3, mean / median over the sets; at the greatest depth the mean's 95 % interval by bootstrap over
         the sets, its parts, and how much of it is one token's, the largest. Each part is the k3 between two programs that
         differ in that one thing, so parts need not add up. `fp8-e2e` and `jet-rl` have the same formats on both sides: what is
@@ -1278,7 +1284,7 @@ def arrival() -> str:
         served in four ways, each computed in float32: as they are, rounded to bfloat16 and nothing else, in FP8 (linears and
         KV cache), and in FP8 from their bfloat16. `served` is the run's own last evaluation; what arrived, noise and changed
         are of its last sync, and `first` is what arrived at the first one. Mean accuracy (range over seeds). Arms that are not in
-        the first table are of `experiments/results/{MORE_ARRIVALS}`. {read_otherwise("smollm2_addition")}
+        the first table are of `experiments/results/{MORE_ARRIVALS}`; other recipes and float16 were not run. {read_otherwise("smollm2_addition")}
     """)
     return f"{about}\n\n{served_in_four_ways(arrivals(ARRIVAL, MORE_ARRIVALS))}"
 
@@ -1554,9 +1560,7 @@ SECTIONS = (
     ),
     Section("Ways to let it arrive", cures, "python -m experiments.cures", CURES),
     ablation("Mismatch of every recipe", recipes, "recipes"),
-    Section(
-        "What the mismatch is made of", depth, "python -m experiments.depth", "depth/results.json"
-    ),
+    Section("What the mismatch is made of", depth, DEPTH_COMMAND, "depth/results.json"),
     Section(
         "What sums of tensor cores lose",
         tensor_core_sums,
@@ -2148,7 +2152,8 @@ def results() -> str:
     parts = [
         prose("""
             Made by `python -m experiments.figures` from the committed records; every record holds the commit, versions and
-            machine that made it. All of it ran on two CPU cores of a cloud machine, but what [one H200](#on-one-h200) did.
+            machine that made it. Those of ablations have a fingerprint of the code's behaviour as well, and tests fail where that
+            has changed; the others have their commit alone. All of it ran on two CPU cores of a cloud machine, but what [one H200](#on-one-h200) did.
         """),
         prose("""
             k3 is the mismatch between rollout and trainer, the mean over tokens of rho - 1 - log rho, where rho is the
