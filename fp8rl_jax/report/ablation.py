@@ -319,7 +319,7 @@ def _rows(ablation: Ablation) -> list[dict[str, str]]:
                 "Sees, in 80 %": _estimate(comparison.get("detectable"), None, None, margin),
                 "Correlation of pairs": number_text(comparison.get("correlation")),
                 **_served(record, facts),
-                "Mismatch k3, geometric mean": _mismatch(arm.runs),
+                "k3, geometric mean": _mismatch(arm.runs),
                 "Tokens/s": estimate_text([median_of(run, THROUGHPUT.key, 1) for run in arm.runs]),
                 "Seconds a step": estimate_text(step_seconds(arm)),
                 "Peak memory, GiB": _memory(arm.runs),
