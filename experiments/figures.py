@@ -1203,20 +1203,21 @@ def rate(found: dict[str, Any], side: str) -> str:
     return f"{found['tflops'][side]['median']:,.0f}" if side in found["tflops"] else "-"
 
 
-def read_otherwise(*records: str) -> str:
+def how_it_was_read(*records: str) -> str:
     """What to say of records of runs whose answers an earlier reader read."""
     if not {*records} & {*READ_OTHERWISE}:
         return ""
     if records == ("smollm2_recipes",):
-        which = "The first seed's answers (but for `jet-rl-dithered`) were"
+        which = "The first seed's answers, but for `jet-rl-dithered`, were"
+        arms = "so that with that arm one seed of five compares two readings"
     else:
-        which = "Its answers were"
+        which, arms = "Its answers were", "in all arms alike"
     before, now = (
         np.mean([run["series"]["eval/accuracy"]["values"][0] for run in arrivals(path)["bf16"]])
         for path in (ARRIVAL, LONG)
     )
     return (
-        f'{which} read by an earlier `last_number`, to which a sum left open ("0 + 8") was its last number, in all arms alike: '
+        f'{which} read by an earlier `last_number`, to which a sum left open ("0 + 8") was its last number, {arms}: '
         f"accuracy before training is {before:.3f} by it and {now:.3f} by the present one. The runs are to be made anew."
     )
 
@@ -1229,7 +1230,7 @@ def smollm2_addition() -> str:
         {found.seeds} paired seeds, {found.problems} held-out problems with 4 samples each, temperature 1, on a CPU, in
         float32 compute where no other dtype stands. After so few steps accuracy says how fast an arm learns, not where it
         ends. The weights come from a 4-bit file, so errors of quantization measured with them are not those of a bf16
-        checkpoint. {read_otherwise("smollm2_addition")}
+        checkpoint. {how_it_was_read("smollm2_addition")}
     """)
     return f"{about}\n\n{learned(found)}"
 
@@ -1242,7 +1243,7 @@ def smollm2_recipes() -> str:
         cures of [arrival.md](arrival.md): {found.steps} steps, {found.seeds} paired seeds, {found.problems} held-out problems. `bf16` is
         in float32 compute, and was run anew. What `jet-rl` and `jet-rl-bfloat16-master` are ahead by they owe to weights that begin [on
         the border of two cells](arrival.md#on-the-border-of-two-cells): with masters dithered it is gone.
-        {read_otherwise("smollm2_recipes")}
+        {how_it_was_read("smollm2_recipes")}
     """)
     return f"{about}\n\n{learned(found)}"
 
@@ -1284,7 +1285,7 @@ def arrival() -> str:
         served in four ways, each computed in float32: as they are, rounded to bfloat16 and nothing else, in FP8 (linears and
         KV cache), and in FP8 from their bfloat16. `served` is the run's own last evaluation; what arrived, noise and changed
         are of its last sync, and `first` is what arrived at the first one. Mean accuracy (range over seeds). Arms that are not in
-        the first table are of `experiments/results/{MORE_ARRIVALS}`; other recipes and float16 were not run. {read_otherwise("smollm2_addition")}
+        the first table are of `experiments/results/{MORE_ARRIVALS}`; other recipes and float16 were not run. {how_it_was_read("smollm2_addition")}
     """)
     return f"{about}\n\n{served_in_four_ways(arrivals(ARRIVAL, MORE_ARRIVALS))}"
 
@@ -1323,7 +1324,7 @@ def elsewhere() -> str:
         `bf16` in bfloat16 compute, masters dithered or where the checkpoint has them, {study("smollm2_largest").seeds} paired
         seeds each. Accuracy before and after (95 % interval over seeds), what arrived of the update at the last sync (range
         over seeds), and the difference, paired. Records: `experiments/results/ablations/`, one for each file of
-        `experiments/ablations/` that is named here. {read_otherwise(*known)}
+        `experiments/ablations/` that is named here. {how_it_was_read(*known)}
     """)
     rows = []
     for name, what in known.items():

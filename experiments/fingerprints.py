@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,17 @@ READ_OTHERWISE = (
 """Records of runs whose answers an earlier `last_number` read, of smollm2_recipes the first seed's:
 "0 + 8" was 8, and so was the problem written once more. One that is made anew is taken out; none is
 added. Their rewards stand in their fingerprints as the code of their commits gives them."""
+
+
+def read_otherwise(lines: Iterable[str]) -> tuple[set[str], list[str]]:
+    """Split lines of `stale`: records whose answers were read otherwise, and the other lines."""
+    names, others = set(), []
+    for line in lines:
+        if "the reward of" in line:
+            names.add(line.partition(":")[0])
+        else:
+            others.append(line)
+    return names, others
 
 
 @dataclass(frozen=True)
