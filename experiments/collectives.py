@@ -51,6 +51,7 @@ class Program:
 
 
 EIGHT = ({"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 8})
+EXPERTS = {"fsdp": 2, "expert": 2, "tensor": 2}
 PROGRAMS = (
     *(Program("update", "bf16", "qwen3-8b", mesh) for mesh in EIGHT[:2]),
     *(Program("update", "jet-rl", "qwen3-8b", mesh) for mesh in EIGHT[:2]),
@@ -60,6 +61,9 @@ PROGRAMS = (
         for engine in ("static", "paged")
         for mesh in EIGHT
     ),
+    *(Program("update", recipe, "qwen3-30b-a3b", EXPERTS) for recipe in ("bf16", "jet-rl")),
+    Program("static rollout", "fp8-rl", "qwen3-30b-a3b", EXPERTS),
+    Program("paged rollout", "fp8-rl", "qwen3-30b-a3b", {"fsdp": 4, "tensor": 2}),
 )
 
 

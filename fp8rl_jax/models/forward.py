@@ -17,7 +17,6 @@ feed-forward layer or experts), the whole pass, the stack of layers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -49,6 +48,7 @@ from fp8rl_jax.models.policy import (
     equal_runs,
     run_of_layers,
 )
+from fp8rl_jax.models.shards import Split, split_of
 from fp8rl_jax.parallel import (
     DECODE_RULES,
     constrain,
@@ -56,7 +56,7 @@ from fp8rl_jax.parallel import (
     left_inside,
     policy_shardings,
 )
-from fp8rl_jax.precision import Compute, as_weight, input_splits, multiply_all
+from fp8rl_jax.precision import Compute, as_weight, multiply_all
 from pallas_kernels.matmul import flatten_many_rows
 from pallas_kernels.rounding import rounded
 
@@ -167,7 +167,7 @@ def _over_axes(
     weights of kernels: in another one over these, each device with its part of each weight."""
     mesh, whole = jax.sharding.get_abstract_mesh(), PartitionSpec()
 
-    def multiply(kind: tuple[tuple[str, ...], bool], alike: list[Tensor]) -> list[Array]:
+    def multiply(kind: Split, alike: list[Tensor]) -> list[Array]:
         over, contracted = kind
         if not over:
             return project(x, alike, x.dtype)
@@ -189,7 +189,7 @@ def _over_axes(
             check_vma=False,
         )(x, alike)
 
-    return _by_kind(multiply, weights, (_split_of(weight, axes, mesh) for weight in weights))
+    return _by_kind(multiply, weights, (split_of(weight, axes, mesh) for weight in weights))
 
 
 def _by_kind(
@@ -203,27 +203,6 @@ def _by_kind(
     for kind, places in own.items():
         out |= zip(places, run(kind, [items[i] for i in places]), strict=True)
     return [out[i] for i in range(len(items))]
-
-
-def _split_of(
-    weight: Tensor, axes: tuple[str, ...], mesh: jax.sharding.AbstractMesh
-) -> tuple[tuple[str, ...], bool]:
-    """Of those axes, the ones that split a weight, and whether they split what is contracted; none
-    where a block of its scales, or of the input's, is of two devices."""
-    if not isinstance(weight, Weight):
-        return (), False
-    values, *scales = [
-        tuple(s.spec) for s in jax.tree.leaves(policy_shardings(weight, mesh, DECODE_RULES))
-    ]
-    sides = values[-2:] + (None,) * (2 - len(values[-2:]))
-    for contracted, entry in enumerate(sides):
-        over = (entry,) if isinstance(entry, str) else entry or ()
-        if over and set(over) <= set(axes) and all(entry in spec for spec in scales):
-            parts = math.prod(mesh.shape[axis] for axis in over)
-            if contracted and not input_splits(weight.value, parts):
-                break
-            return over, bool(contracted)
-    return (), False
 
 
 class ForwardResult(NamedTuple):

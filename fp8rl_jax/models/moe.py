@@ -16,7 +16,9 @@ weights. So the ids are returned, and can be replayed: the trainer then takes th
 weighs them with its own scores (R3, arXiv 2510.11370).
 
 On a mesh every device sorts its own rows. The expert axis splits the rows, too: its devices gather
-each other's, each runs the experts that it holds, and the partial sums are scattered back.
+each other's, each runs the experts that it holds, and the partial sums are scattered back. Where
+the width of the experts is split, each device has its part of all rows' sums, and these are added
+once a token, behind the weighted sum over its experts.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from jaxtyping import Array, Float, Int
 
 from fp8rl_jax.models.config import ExpertsConfig
 from fp8rl_jax.models.policy import FeedForward, Layer
+from fp8rl_jax.models.shards import shards_of_experts, split_of_experts
 from fp8rl_jax.parallel import DEFAULT_RULES, by_shards, left_to_xla, splitting_axes
 from fp8rl_jax.precision import Compute, as_weight
 from pallas_kernels.rounding import rounded
@@ -68,7 +71,8 @@ def mixture(
     ids, weights = choose(x, layer.router.value, config, compute, routes, bias)
     run = partial(_run, compute=compute, probe=probe)
     assert layer.experts is not None
-    return _on_mesh(run, x, ids, weights, layer.experts), ids.astype(route_dtype(config))
+    out = _on_mesh(run, x, ids, weights, layer.experts, compute.exact)
+    return out, ids.astype(route_dtype(config))
 
 
 def choose(
@@ -120,9 +124,11 @@ def in_best_groups(
     return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
-def _run(x, ids, weights, experts: FeedForward, first=0, *, compute: Compute, probe: Probe):
+def _run(
+    x, ids, weights, experts: FeedForward, first=0, dtype=None, *, compute: Compute, probe: Probe
+):
     """Sum over the experts that are here, ids first ... first + count - 1, weighted: float32 [b, t,
-    hidden]."""
+    hidden]. Each one's output is rounded to `dtype`, default x's."""
     gate, up, down = (
         as_weight(w.value) for w in (experts.gate_proj, experts.up_proj, experts.down_proj)
     )
@@ -137,9 +143,9 @@ def _run(x, ids, weights, experts: FeedForward, first=0, *, compute: Compute, pr
     def sorted_input(weight):
         return jax.tree.map(lambda leaf: leaf[order // k], weight.prepare(rows, compute))
 
-    def product(name, inputs, weight):
+    def product(name, inputs, weight, dtype=x.dtype):
         inputs = probe(f"experts.{name}.operand", inputs, order)
-        out = weight.multiply(inputs, x.dtype, compute, sizes)
+        out = weight.multiply(inputs, dtype, compute, sizes)
         return probe(f"experts.{name}.out", out, order)
 
     inputs = sorted_input(gate)
@@ -148,37 +154,42 @@ def _run(x, ids, weights, experts: FeedForward, first=0, *, compute: Compute, pr
         inputs = sorted_input(up)
     inner = compute.gated(gates, product("up_proj", inputs, up), "silu")
     inner = probe("experts.down_proj.in", inner, order)
-    out = product("down_proj", down.prepare(inner, compute), down)
+    out = product("down_proj", down.prepare(inner, compute), down, dtype or x.dtype)
     out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*ids.shape, -1)
     return compute.combine(weights, out)
 
 
-def _on_mesh(run, x, ids, weights, experts: FeedForward):
-    """`run` on each device's rows and experts; without a mesh, or on one device, just `run`."""
-    auto = left_to_xla()
+def _on_mesh(run, x, ids, weights, experts: FeedForward, exact: bool):
+    """`run` on each device's rows and experts, and its part of their width; without a mesh, or on
+    one device, just `run`."""
+    auto, mesh = left_to_xla(), jax.sharding.get_abstract_mesh()
     holders = tuple(axis for axis in DEFAULT_RULES.mesh_axes("experts") if axis in auto)
+    # sums of exact mode have an order of their own, which XLA keeps
+    wide = () if exact or not auto else split_of_experts(experts, auto, mesh)
     # an odd batch, of an evaluation: every device runs all rows
     splitters = splitting_axes(x.shape[0])
-    if not holders and not splitters:
+    if not holders and not splitters and not wide:
         return rounded(run(x, ids, weights, experts), x.dtype)
     gathered = tuple(a for a in holders if a in splitters)
 
     def on_device(x, ids, weights, experts):
-        first = lax.axis_index(holders) * experts.gate_proj.value.shape[0] if holders else 0
+        dtype, first = x.dtype, 0
+        if holders:
+            first = lax.axis_index(holders) * experts.gate_proj.value.shape[0]
         if gathered:
             x, ids, weights = (lax.all_gather(z, gathered, tiled=True) for z in (x, ids, weights))
-        out = run(x, ids, weights, experts, first)
+        # parts of a sum are added in float32 and rounded once
+        out = run(x, ids, weights, experts, first, jnp.float32 if wide else dtype)
         if gathered:
             out = lax.psum_scatter(out, gathered, tiled=True)
-        elif holders:
-            out = lax.psum(out, holders)
-        return rounded(out, x.dtype)
+        added = (*wide, *(() if gathered else holders))
+        return rounded(lax.psum(out, added) if added else out, dtype)
 
     rows = PartitionSpec(splitters or None)
     return jax.shard_map(
         on_device,
-        in_specs=(rows, rows, rows, PartitionSpec(holders or None)),
+        in_specs=(rows, rows, rows, shards_of_experts(experts, holders, wide, mesh)),
         out_specs=rows,
-        axis_names={*holders, *splitters},
+        axis_names={*holders, *splitters, *wide},
         check_vma=False,
     )(x, ids, weights, experts)

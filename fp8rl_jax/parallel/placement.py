@@ -163,21 +163,27 @@ def _is_weight(node: Any) -> bool:
 def _weight_shardings(
     name: str, weight: Any, leaves: int, mesh: Mesh | AbstractMesh, rules: ShardingRules
 ) -> list[NamedSharding]:
-    """Of the leaves of one weight, in their order: the values (or the array itself), and of a
-    quantized one the scales and the outer scales, if any."""
-    tensor = weight.weight.get_value()
-    tensor = getattr(tensor, "quantized", tensor)
-    values = getattr(tensor, "values", tensor)
-    axes = weight.axes
-    # a single layer, cut out of the stacked ones, keeps their names
-    if axes[0] == "layers" and len(axes) == len(values.shape) + 1:
-        axes = axes[1:]
-    specs = [rules.spec(axes, values.shape, mesh, name)]
-    if hasattr(tensor, "scales"):
-        specs.append(scale_spec(specs[0], values.shape, tensor.block, tensor.scales.shape, mesh))
-        if tensor.outer is not None:  # [..., rows or 1, 1]
-            block = tensor.outer.shape[-2] == 1 and values.shape[-2] or 1, values.shape[-1]
-            specs.append(scale_spec(specs[0], values.shape, block, tensor.outer.shape, mesh))
+    """Of the leaves of one weight, in their order: arrays of its shape, and of quantized ones the
+    values, the scales and the outer scales, if any."""
+
+    def is_quantized(part):
+        return hasattr(part, "scales")
+
+    specs: list[PartitionSpec] = []
+    for part in jax.tree.leaves(weight.weight.get_value(), is_leaf=is_quantized):
+        values = part.values if is_quantized(part) else part
+        axes = weight.axes
+        # a single layer, cut out of the stacked ones, keeps their names
+        if axes[0] == "layers" and len(axes) == len(values.shape) + 1:
+            axes = axes[1:]
+        specs.append(own := rules.spec(axes, values.shape, mesh, name))
+        if is_quantized(part):
+            specs.append(scale_spec(own, values.shape, part.block, part.scales.shape, mesh))
+        if is_quantized(part) and part.outer is not None:
+            # one for each row or column, or for all
+            sides = zip(values.shape[-2:], part.outer.shape[-2:], strict=True)
+            m, n = (1 if side == count else side for side, count in sides)
+            specs.append(scale_spec(own, values.shape, (m, n), part.outer.shape, mesh))
     if len(specs) != leaves:
         raise ValueError(f"{name}: {leaves} arrays in one weight, and shardings of {len(specs)}")
     return [NamedSharding(mesh, spec) for spec in specs]

@@ -23,6 +23,7 @@ from fp8rl_jax.precision.linear import (
     is_quantized,
     linear,
     multiply_all,
+    output_splits,
     predequantize,
 )
 from fp8rl_jax.precision.quantizer import (
@@ -66,6 +67,7 @@ __all__ = [
     "linear",
     "max_value",
     "multiply_all",
+    "output_splits",
     "predequantize",
     "promises_exact",
     "quantize",

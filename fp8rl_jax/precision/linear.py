@@ -293,13 +293,32 @@ def as_weight(stored: Stored) -> LinearWeight:
 
 
 def input_splits(stored: Stored, parts: int) -> bool:
-    """Tell whether an input may be prepared in so many equal parts of its columns: to the bits that
-    the whole has."""
-    weight = as_weight(stored)
-    if not weight.activation.quantized:
+    """Tell whether an input may be prepared, and kept for the backward, in so many equal parts of
+    its columns: to the bits that the whole has."""
+    weight = _base(stored)
+    formats = [weight.activation]
+    if isinstance(weight, QuantizedWeight):
+        formats.append(weight.precision.saved_activation)
+    return all(_columns_split(fmt, weight.shape[-1], parts) for fmt in formats)
+
+
+def output_splits(stored: Stored, parts: int) -> bool:
+    """Tell whether a gradient of the outputs may be quantized in so many equal parts of its
+    columns, to the bits that the whole has."""
+    weight = _base(stored)
+    if not isinstance(weight, QuantizedWeight):
         return True
-    columns = weight.shape[-1]
-    made = format_of(weight.activation, (1, columns))
+    return _columns_split(weight.precision.output_gradient, weight.shape[-2], parts)
+
+
+def _base(stored: Stored) -> LinearWeight:
+    return as_weight(stored.base if isinstance(stored, AdaptedWeight) else stored)
+
+
+def _columns_split(fmt: TensorFormat, columns: int, parts: int) -> bool:
+    if not fmt.quantized or parts == 1:
+        return True
+    made = format_of(fmt, (1, columns))
     return made.by_block and made.by_row and columns // parts % made.block[1] == 0
 
 

@@ -39,7 +39,7 @@ CONFIG = PolicyConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
-    experts=ExpertsConfig(count=4, per_token=2, intermediate_size=96, normalize=True),
+    experts=ExpertsConfig(count=4, per_token=2, intermediate_size=256, normalize=True),
 )
 LORA = LoraConfig(rank=3, alpha=6.0)
 RECIPE = get_recipe("fp8-rollout")

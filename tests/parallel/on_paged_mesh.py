@@ -12,6 +12,8 @@ from tiny_models import LLAMA
 
 from fp8rl_jax.config.recipe import RECIPES, recipe
 from fp8rl_jax.config.run import MeshConfig, PagedConfig
+from fp8rl_jax.config.training import LoraConfig
+from fp8rl_jax.models.lora import build_adapters, join
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.parallel import (
     batch_sharding,
@@ -58,7 +60,10 @@ def main() -> None:
         same &= bool((made.tokens == wanted.tokens).all() and (made.mask == wanted.mask).all())
         same &= bool((carried == wanted.tokens).all() and (said == turns).all())
         found[" ".join(sizes)] = [same, float(gap), parts, reused]
-    told = {"simulated": simulated(policy, prompts), "quantized": quantized(policy, prompts)}
+    told = {
+        "simulated": simulated(adapted(policy), prompts),
+        "quantized": quantized(policy, prompts),
+    }
     print(json.dumps({"meshes": found, **told}))
 
 
@@ -80,6 +85,17 @@ def quantized(policy, prompts):
         gap = float(np.abs(out.policy_logprobs - wanted.policy_logprobs).max())
         told[name] = bool((out.tokens == wanted.tokens).all()), gap
     return told
+
+
+def adapted(policy):
+    """The policy with an adapter of each linear, which changes what it says."""
+    rng = np.random.default_rng(1)
+    adapters = build_adapters(
+        LLAMA,
+        LoraConfig(rank=3, alpha=6.0),
+        lambda _, *shapes: [rng.normal(size=s).astype(np.float32) / 16 for s in shapes],
+    )
+    return join(adapters, policy)
 
 
 def simulated(policy, prompts):

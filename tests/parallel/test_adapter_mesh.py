@@ -17,8 +17,8 @@ PLACED = {
     "o_proj.a": ([None, None, "tensor"], [1, 3, 32]),
     "o_proj.b": ([None, "fsdp", None], [1, 32, 3]),
     "experts.up_proj.a": ([None, "expert", None, "fsdp"], [1, 2, 3, 32]),
-    "experts.up_proj.b": ([None, "expert", "tensor", None], [1, 2, 48, 3]),
-    "experts.down_proj.a": ([None, "expert", None, "tensor"], [1, 2, 3, 48]),
+    "experts.up_proj.b": ([None, "expert", "tensor", None], [1, 2, 128, 3]),
+    "experts.down_proj.a": ([None, "expert", None, "tensor"], [1, 2, 3, 128]),
     "experts.down_proj.b": ([None, "expert", "fsdp", None], [1, 2, 32, 3]),
 }
 

@@ -104,6 +104,16 @@ def test_a_decode_step_sends_nothing_that_grows_with_the_batch(found):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("toolchain")
+def test_fp8_weights_of_the_program_for_hopper_stay_where_they_are():
+    """Devices of tensor exchange sums of hidden states and what is drawn from: less than half of
+    what it would be if they gathered the weights of attention alone."""
+    found = run_on_devices(Path(__file__).with_name("on_collectives_hopper.py"), 1, timeout=600)
+    attention, experts = found["weights"]
+    assert attention < experts and 0 < found["sent"] < attention / 2 / 2
+
+
+@pytest.mark.slow
 def test_a_model_is_loaded_into_its_shards(found):
     """An eighth of it on each of eight devices, but for norms."""
     assert found["loaded"]["apart"] == 0
