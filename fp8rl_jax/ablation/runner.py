@@ -55,6 +55,8 @@ from fp8rl_jax.report.ablation import text, write_page
 from fp8rl_jax.statistics import Comparison
 from fp8rl_jax.tasks.python_objects import PythonReward
 from fp8rl_jax.tasks.sandbox.pickling import pack
+from fp8rl_jax.training.loop import ROWS
+from fp8rl_jax.training.source import checkpoint_steps
 
 _log = logging.getLogger("fp8rl")
 _FP8RL = (sys.executable, "-m", "fp8rl_jax.cli.main")
@@ -608,10 +610,11 @@ class Runner:
             return None
         if job.arm and self.design.file.judge:
             words += ["--judge", self.design.file.judge]
-        if any(path.name.isdigit() for path in (directory / "checkpoints").glob("*")):
+        if checkpoint_steps(directory):
             words.append("--resume")
         else:  # killed before its first checkpoint
-            (directory / "metrics.jsonl").unlink(missing_ok=True)
+            for rows in ROWS:
+                (directory / rows).unlink(missing_ok=True)
         (self.logs / f"{job.name}.json").unlink(missing_ok=True)
         log = stack.enter_context((self.logs / f"{job.name}.log").open("wb"))
         process = subprocess.Popen(

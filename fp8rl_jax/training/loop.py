@@ -54,6 +54,7 @@ from fp8rl_jax.training.setup import (
     reward_log,
     reward_pool,
 )
+from fp8rl_jax.training.source import checkpoint_steps
 from fp8rl_jax.training.step_ahead import StepAhead
 from fp8rl_jax.training.stopping import Asked, Stopping, stopping
 from fp8rl_jax.training.tracking import (
@@ -122,12 +123,14 @@ def refuse_taken(setup: Setup) -> None:
         )
 
 
+ROWS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
+"""Files that a run adds lines to."""
+
+
 def holds_run(directory: Path) -> bool:
     """Say whether a run has left anything here; one that failed at its start has not."""
-    rows = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
-    written = (path for path in map(directory.joinpath, rows) if path.exists())
-    kept = directory / "checkpoints"
-    return any(path.stat().st_size for path in written) or (kept.exists() and any(kept.iterdir()))
+    written = (path for path in map(directory.joinpath, ROWS) if path.exists())
+    return any(path.stat().st_size for path in written) or bool(checkpoint_steps(directory))
 
 
 class Loop:

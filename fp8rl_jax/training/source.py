@@ -166,7 +166,7 @@ _to_compute = jax.jit(to_compute, static_argnums=(1, 2))
 def _trained(run: Path, report: Callable[[str], None]) -> tuple[Path, Path]:
     """What a run has trained: its model, adapters merged, and where adapters are, if there are
     any."""
-    steps = _checkpoints(run)
+    steps = checkpoint_steps(run)
     record = read_record(run)
     # a resumed run keeps the records of its earlier starts
     finished = max(each.get("finished", 0) for each in (record, *record.get("earlier", ())))
@@ -182,7 +182,8 @@ def _trained(run: Path, report: Callable[[str], None]) -> tuple[Path, Path]:
     return _from_checkpoint(run, max(steps), report)
 
 
-def _checkpoints(run: Path) -> list[int]:
+def checkpoint_steps(run: Path) -> list[int]:
+    """List the steps of a run's checkpoints; one that was not written to its end is none."""
     directory = run / "checkpoints"
     if not directory.is_dir():
         return []

@@ -35,7 +35,7 @@ if not directory.name.startswith("start"):
     if path.name == "model" and not (path / "config.json").exists():
         sys.exit("fp8rl: error: no model to start from")
     checkpoints = directory / "checkpoints"
-    done = max((int(each.name) for each in checkpoints.glob("*")), default=0)
+    done = max((int(each.name) for each in checkpoints.glob("*") if each.name.isdigit()), default=0)
     if does == "slow":
         time.sleep(0.5)
         print("compiling the rollout ...", flush=True)

@@ -26,6 +26,7 @@ from fp8rl_jax.ablation.record import make_record, run_entry
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.durable import locked
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.training.loop import holds_run
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_run.py")))
 AUTO = {"rollout.decode_layers": "unroll"}
@@ -248,10 +249,15 @@ def test_a_killed_run_goes_on_from_its_checkpoint(study, fake):
 
 
 def test_a_run_that_was_killed_before_a_checkpoint_begins_anew(study, fake):
-    Path("out/bf16-0").mkdir(parents=True)
-    Path("out/bf16-0/metrics.jsonl").write_text('{"step": 0, "rew')
+    left = Path("out/bf16-0")
+    (left / "checkpoints/1.orbax-checkpoint-tmp").mkdir(parents=True)
+    for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
+        (left / name).write_text('{"step": 0, "rew')
+    fake(bf16_0="fail")
+    assert states(ablate(study())[0])["bf16-0"] == "failed" and not holds_run(left)
+    fake()
     assert states(ablate(study())[0])["bf16-0"] == "finished"
-    assert starts("bf16-0") == ["train"]
+    assert starts("bf16-0") == ["train", "train"]
 
 
 def test_a_model_without_the_last_row_is_no_finished_run(study, fake):
