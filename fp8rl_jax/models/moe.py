@@ -178,12 +178,8 @@ def _on_mesh(run, x, ids, weights, experts: FeedForward, exact: bool):
             first = lax.axis_index(holders) * experts.gate_proj.value.shape[0]
         if gathered:
             x, ids, weights = (lax.all_gather(z, gathered, tiled=True) for z in (x, ids, weights))
-        # parts of a sum are added in float32 and rounded once
-        out = run(x, ids, weights, experts, first, jnp.float32 if wide else dtype)
-        if gathered:
-            out = lax.psum_scatter(out, gathered, tiled=True)
-        added = (*wide, *(() if gathered else holders))
-        return rounded(lax.psum(out, added) if added else out, dtype)
+        parts = run(x, ids, weights, experts, first, jnp.float32 if wide else dtype)
+        return _added(parts, dtype, gathered, (*wide, *(() if gathered else holders)))
 
     rows = PartitionSpec(splitters or None)
     return jax.shard_map(
@@ -193,3 +189,27 @@ def _on_mesh(run, x, ids, weights, experts: FeedForward, exact: bool):
         axis_names={*holders, *splitters, *wide},
         check_vma=False,
     )(x, ids, weights, experts)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _added(parts, dtype, scattered: tuple[str, ...], whole: tuple[str, ...]):
+    """Inside of a `jax.shard_map`, add up the devices' float32 parts and round the sums once to
+    `dtype`; those of the axes `scattered` each have their rows of them."""
+    if scattered:
+        parts = lax.psum_scatter(parts, scattered, tiled=True)
+    return rounded(lax.psum(parts, whole) if whole else parts, dtype)
+
+
+def _added_forward(parts, dtype, scattered, whole):
+    return _added(parts, dtype, scattered, whole), None
+
+
+def _added_backward(dtype, scattered, whole, _, cotangent):
+    # `whole` devices have an equal part of one cotangent: JAX would send it to add it up again
+    cotangent = cotangent * lax.psum(1, whole)
+    if scattered:
+        cotangent = lax.all_gather(cotangent, scattered, tiled=True)
+    return (cotangent.astype(jnp.float32),)
+
+
+_added.defvjp(_added_forward, _added_backward)

@@ -188,7 +188,7 @@ def _rollout(
         other = head * heads + attention
         sums = {"tensor": 2 * _ring(_FORWARD_SUMS * shape.num_layers * tokens * hidden * 4, tensor)}
         if sizes["expert"] > 1:
-            sums["expert"] = _routed(shape, tokens, sizes["expert"])
+            sums["expert"] = _routed(shape, tokens, sizes["expert"], 2 + 4)
         split = (other, products) if fp8 else (other + products, 0.0)
         return Work(*split, nbytes, {axis: sent for axis, sent in sums.items() if sent})
 
@@ -211,11 +211,15 @@ def _chosen(shape: PolicyConfig, rows: float, sizes: dict[str, int]) -> float:
     return 1 - (1 - share) ** (rows * sizes["expert"])
 
 
-def _routed(shape: PolicyConfig, tokens: float, experts: int) -> float:
-    """Bytes to gather the rows of all devices of the axis in 16 bits, and to scatter the sums of
-    their results in float32."""
-    sparse = shape.num_layers - (len(shape.experts.dense_layers) if shape.experts else 0)
-    return sparse * _ring(experts * tokens * shape.hidden_size * (2 + 4), experts)
+def _routed(shape: PolicyConfig, tokens: float, experts: int, width: int) -> float:
+    """Bytes to exchange rows of all devices of the axis, `width` bytes a number: gathered in 16
+    bits, and the sums of their results scattered in float32."""
+    return _sparse(shape) * _ring(experts * tokens * shape.hidden_size * width, experts)
+
+
+def _sparse(shape: PolicyConfig) -> int:
+    """Layers that have experts."""
+    return shape.num_layers - len(shape.experts.dense_layers) if shape.experts else 0
 
 
 def _update(
@@ -260,12 +264,14 @@ def _update(
     served = held.gathered if quantized or frozen else elements * f * width
     halves = 1 if quantized else 2
     backward, sum_width = (_APART_SUMS, 4) if frozen else (_BACKWARD_SUMS, width)
-    sums = (_FORWARD_SUMS + again * _AGAIN_SUMS + backward) * tokens * shape.hidden_size
+    sums = shape.num_layers * (_FORWARD_SUMS + again * _AGAIN_SUMS + backward) * sum_width
+    sums += _sparse(shape) * (4 - sum_width)  # those of experts in float32
     sent = {
         "fsdp": parts * (2 * _ring(served, f) + halves * _ring(4 * elements * f, f)),
         "data": halves * 2 * _ring(held.gradients, d),
-        "tensor": 2 * _ring(shape.num_layers * sums * sum_width, tensor),
-        "expert": (3 + again) * _routed(shape, tokens, sizes["expert"]),
+        "tensor": 2 * _ring(sums * tokens * shape.hidden_size, tensor),
+        # forward, again for the input alone, and backward in 16 bits both ways
+        "expert": _routed(shape, tokens, sizes["expert"], 2 + 4 + 2 * again + 2 + 2),
     }
     if frozen:
         sent["fsdp"], sent["data"] = parts * 2 * _ring(served, f), 0.0
