@@ -63,6 +63,8 @@ PROGRAMS = (
     ),
     *(Program("update", recipe, "qwen3-30b-a3b", EXPERTS) for recipe in ("bf16", "jet-rl")),
     Program("static rollout", "fp8-rl", "qwen3-30b-a3b", EXPERTS),
+    # a width of 768 in four parts, and blocks of 128: experts are gathered at each product
+    Program("static rollout", "fp8-rl", "qwen3-30b-a3b", {"expert": 2, "tensor": 4}),
     Program("paged rollout", "fp8-rl", "qwen3-30b-a3b", {"fsdp": 4, "tensor": 2}),
 )
 

@@ -36,13 +36,13 @@ import rich.table
 from rich.box import SIMPLE_HEAD
 
 from fp8rl_jax.config.chips import CHIPS, Chip
-from fp8rl_jax.config.formats import TensorFormat
+from fp8rl_jax.config.formats import WHOLE, TensorFormat
 from fp8rl_jax.config.recipe import PrecisionConfig
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.models.policy import matrix_parameters
-from fp8rl_jax.parallel import batch_shards
+from fp8rl_jax.models.policy import EXPERT_LINEARS, LINEARS, matrix_parameters, tensor_specs
+from fp8rl_jax.parallel import DEFAULT_RULES, batch_shards
 from fp8rl_jax.parallel.mesh import AXES, axes_text
 from fp8rl_jax.training.checks import check_mesh
 from fp8rl_jax.training.performance import attention_flops, update_flops
@@ -183,10 +183,13 @@ def _rollout(
     before, after = (prompts * attention_flops(shape, lengths)[0] / tensor for lengths in read)
     grown = r.samples_per_prompt * (after - before)
 
-    def work(tokens: float, heads: float, attention: float, nbytes: float) -> Work:
+    gathered = _gathered(shape, recipe.rollout.weight, sizes) if fp8 else 0.0
+
+    def work(tokens: float, heads: float, attention: float, nbytes: float, passes: int = 1) -> Work:
         products = matrices * tokens
         other = head * heads + attention
         sums = {"tensor": 2 * _ring(_FORWARD_SUMS * shape.num_layers * tokens * hidden * 4, tensor)}
+        sums["tensor"] += passes * gathered
         if sizes["expert"] > 1:
             sums["expert"] = _routed(shape, tokens, sizes["expert"], 2 + 4)
         split = (other, products) if fp8 else (other + products, 0.0)
@@ -199,7 +202,7 @@ def _rollout(
     # a step reads each prompt once, its completions so far, and the experts that its rows choose
     cached = (prompt * steps + rows * steps * (steps + 1) / 2) * held.token
     weights = held.read - held.looked_up - held.experts * (1 - _chosen(shape, rows, sizes))
-    decode = work(rows * steps, rows * steps, grown, steps * weights + cached)
+    decode = work(rows * steps, rows * steps, grown, steps * weights + cached, steps)
     return {"prefill": prefill, "decode": decode}
 
 
@@ -215,6 +218,21 @@ def _routed(shape: PolicyConfig, tokens: float, experts: int, width: int) -> flo
     """Bytes to exchange rows of all devices of the axis, `width` bytes a number: gathered in 16
     bits, and the sums of their results scattered in float32."""
     return _sparse(shape) * _ring(experts * tokens * shape.hidden_size * width, experts)
+
+
+def _gathered(shape: PolicyConfig, weight: TensorFormat, sizes: dict[str, int]) -> float:
+    """Bytes that a device sends to gather over tensor, at each product, the FP8 linears of which
+    devices would share a block: kernels multiply these whole."""
+    held, tensor, specs = 0.0, sizes["tensor"], tensor_specs(shape)
+    for name in (*LINEARS, *EXPERT_LINEARS):
+        sides, axes = specs.get(f"layers.{name}", ((), ()))
+        blocks = zip(sides[-2:], axes[-2:], weight.block or (WHOLE, WHOLE), strict=False)
+        if any(
+            "tensor" in DEFAULT_RULES.mesh_axes(axis) and (block == WHOLE or side // tensor % block)
+            for side, axis, block in blocks
+        ):
+            held += math.prod(sides) / (sizes["expert"] if "experts" in axes else 1)
+    return _ring(held, tensor)
 
 
 def _sparse(shape: PolicyConfig) -> int:
@@ -266,10 +284,12 @@ def _update(
     backward, sum_width = (_APART_SUMS, 4) if frozen else (_BACKWARD_SUMS, width)
     sums = shape.num_layers * (_FORWARD_SUMS + again * _AGAIN_SUMS + backward) * sum_width
     sums += _sparse(shape) * (4 - sum_width)  # those of experts in float32
+    gathered = _gathered(shape, recipe.trainer.weight, sizes) if forward else 0.0
     sent = {
         "fsdp": parts * (2 * _ring(served, f) + halves * _ring(4 * elements * f, f)),
         "data": halves * 2 * _ring(held.gradients, d),
-        "tensor": 2 * _ring(sums * tokens * shape.hidden_size, tensor),
+        "tensor": 2 * _ring(sums * tokens * shape.hidden_size, tensor)
+        + updates * parts * (2 + again) * gathered,
         # forward, again for the input alone, and backward in 16 bits both ways
         "expert": _routed(shape, tokens, sizes["expert"], 2 + 4 + 2 * again + 2 + 2),
     }

@@ -141,6 +141,26 @@ def test_sharding_divides_the_work_and_experts_are_read_as_they_are_chosen():
     assert held.experts == 2 * 4 * 64 * 3 * 256 * 128 and least < read < 1.1 * least
 
 
+def test_fp8_weights_whose_blocks_devices_would_share_are_gathered():
+    """Keys and values are 256 wide, the MLP 512: on four devices 64 and 128, of blocks of 128."""
+    recipe = replace(CONFIG, recipe="fp8-rl")
+    step = {tensor: step_work(SHAPE, recipe, ONE | {"tensor": tensor}, H200) for tensor in (2, 4)}
+    sums = 2 * 2 * SHAPE.num_layers * SHAPE.hidden_size * 4
+    keys_and_values = SHAPE.num_layers * 2 * 256 * 256
+    for tensor, held in ((2, 0), (4, keys_and_values)):
+        share = (tensor - 1) / tensor
+        tokens = {"prefill": 8 * 32, "decode": 32 * 64}
+        for phase, passes in (("prefill", 1), ("decode", 64)):
+            sent = share * (sums * tokens[phase] + passes * held)
+            assert step[tensor][phase].sent["tensor"] == pytest.approx(sent)
+    plain = step_work(SHAPE, replace(CONFIG, recipe="bf16"), ONE | {"tensor": 4}, H200)
+    assert plain["decode"].sent["tensor"] == pytest.approx(0.75 * sums * 32 * 64)
+    flow = step_work(SHAPE, CONFIG, ONE | {"tensor": 4}, H200)["update"].sent["tensor"]
+    # two micro-batches, forward, forward again and backward
+    more = 0.75 * 2 * 3 * keys_and_values
+    assert flow == pytest.approx(plain["update"].sent["tensor"] + more)
+
+
 def test_adapters_send_their_base_and_no_gradients_of_it():
     """The base is gathered for both passes; what is summed up is next to nothing."""
     sizes = ONE | {"data": 2, "fsdp": 2}
@@ -157,7 +177,7 @@ def test_adapters_send_their_base_and_no_gradients_of_it():
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_what_is_sent_is_what_compiled_programs_send(program):
-    """Bytes of eleven programs that XLA made for H200s (experiments.collectives): all of them
+    """Bytes of programs that XLA made for H200s (experiments.collectives): all of them
     within 30 %, those of the decode loop, of prefill and of sums over tensor within 5 %."""
     kept = json.loads(RECORD.read_text())["programs"][program.name]
     shape, config = configured(program)
