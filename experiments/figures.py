@@ -752,7 +752,12 @@ def on_meshes() -> str:
     most = max(each["batch"][0] for each in found.values())
 
     def sent(by_axes: dict[str, int], unit: float) -> str:
-        parts = [f"{axes} {n / unit:.3g}" for axes, n in by_axes.items() if n >= unit / 100]
+        # what is passed on from device to device has no axes
+        parts = [
+            f"{axes or 'passed on'} {n / unit:{',.0f' if n >= 1000 * unit else '.3g'}}"
+            for axes, n in by_axes.items()
+            if n >= unit / 100
+        ]
         return ", ".join(parts) or "-"
 
     rows = [
@@ -774,6 +779,8 @@ def on_meshes() -> str:
         ({prompts} prompts an update, of the 32B model {most}): bytes that one device sends over a ring, by the axes of the mesh that they travel along,
         of all but the decode loop, and of a step of it (of all rows at once in the static engine, of a shard's slots in the paged one, of which this is
         the decode program alone). The last column is the memory of temporaries that XLA plans, and what `fp8rl plan` counts for them. Nothing ran.
+        The experts of the mixture are 768 wide: over tensor 2 each device multiplies its part of them, over tensor 4 these end inside of the
+        weights' blocks of 128, and kernels gather all experts at each product.
         Layers are scanned, so that compiling does not grow with them: an update of {most_layers} layers of the 8B model for 64 devices takes
         {compiling[most_layers] / compiling[fewest]:.2f} times the CPU seconds of one of {fewest} (`--layers`).
     """)
@@ -1203,25 +1210,6 @@ def rate(found: dict[str, Any], side: str) -> str:
     return f"{found['tflops'][side]['median']:,.0f}" if side in found["tflops"] else "-"
 
 
-def how_it_was_read(*records: str) -> str:
-    """What to say of records of runs whose answers an earlier reader read."""
-    if not {*records} & {*READ_OTHERWISE}:
-        return ""
-    if records == ("smollm2_recipes",):
-        which = "The first seed's answers, but for `jet-rl-dithered`, were"
-        arms = "so that with that arm one seed of five compares two readings"
-    else:
-        which, arms = "Its answers were", "in all arms alike"
-    before, now = (
-        np.mean([run["series"]["eval/accuracy"]["values"][0] for run in arrivals(path)["bf16"]])
-        for path in (ARRIVAL, LONG)
-    )
-    return (
-        f'{which} read by an earlier `last_number`, to which a sum left open ("0 + 8") was its last number, {arms}: '
-        f"accuracy before training is {before:.3f} by it and {now:.3f} by the present one. The runs are to be made anew."
-    )
-
-
 def smollm2_addition() -> str:
     """SmolLM2 learns sums."""
     found = study("smollm2_addition")
@@ -1230,7 +1218,7 @@ def smollm2_addition() -> str:
         {found.seeds} paired seeds, {found.problems} held-out problems with 4 samples each, temperature 1, on a CPU, in
         float32 compute where no other dtype stands. After so few steps accuracy says how fast an arm learns, not where it
         ends. The weights come from a 4-bit file, so errors of quantization measured with them are not those of a bf16
-        checkpoint. {how_it_was_read("smollm2_addition")}
+        checkpoint.
     """)
     return f"{about}\n\n{learned(found)}"
 
@@ -1243,7 +1231,6 @@ def smollm2_recipes() -> str:
         cures of [arrival.md](arrival.md): {found.steps} steps, {found.seeds} paired seeds, {found.problems} held-out problems. `bf16` is
         in float32 compute, and was run anew. What `jet-rl` and `jet-rl-bfloat16-master` are ahead by they owe to weights that begin [on
         the border of two cells](arrival.md#on-the-border-of-two-cells): with masters dithered it is gone.
-        {how_it_was_read("smollm2_recipes")}
     """)
     return f"{about}\n\n{learned(found)}"
 
@@ -1285,7 +1272,7 @@ def arrival() -> str:
         served in four ways, each computed in float32: as they are, rounded to bfloat16 and nothing else, in FP8 (linears and
         KV cache), and in FP8 from their bfloat16. `served` is the run's own last evaluation; what arrived, noise and changed
         are of its last sync, and `first` is what arrived at the first one. Mean accuracy (range over seeds). Arms that are not in
-        the first table are of `experiments/results/{MORE_ARRIVALS}`; other recipes and float16 were not run. {how_it_was_read("smollm2_addition")}
+        the first table are of `experiments/results/{MORE_ARRIVALS}`; other recipes and float16 were not run.
     """)
     return f"{about}\n\n{served_in_four_ways(arrivals(ARRIVAL, MORE_ARRIVALS))}"
 
@@ -1324,8 +1311,13 @@ def elsewhere() -> str:
         `bf16` in bfloat16 compute, masters dithered or where the checkpoint has them, {study("smollm2_largest").seeds} paired
         seeds each. Accuracy before and after (95 % interval over seeds), what arrived of the update at the last sync (range
         over seeds), and the difference, paired. Records: `experiments/results/ablations/`, one for each file of
-        `experiments/ablations/` that is named here. {how_it_was_read(*known)}
+        `experiments/ablations/` that is named here.
     """)
+    if read := [f"`{name}`" for name in known if name in READ_OTHERWISE]:
+        about += (
+            f' Answers of {" and ".join(read)} were read by an earlier `last_number`, to which a sum left open ("0 + 8") '
+            "was its last number, in both arms alike; the runs are to be made anew."
+        )
     rows = []
     for name, what in known.items():
         found = study(name)
