@@ -178,7 +178,8 @@ def test_adapters_send_their_base_and_no_gradients_of_it():
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_what_is_sent_is_what_compiled_programs_send(program):
     """Bytes of programs that XLA made for H200s (experiments.collectives): all of them
-    within 30 %, those of the decode loop, of prefill and of sums over tensor within 5 %."""
+    within 30 %, those of the decode loop, of prefill and of sums over tensor within 5 %; but of
+    prefill where experts are gathered, of which XLA gathers less than all."""
     kept = json.loads(RECORD.read_text())["programs"][program.name]
     shape, config = configured(program)
     sizes = mesh_sizes(config.mesh)
@@ -191,9 +192,10 @@ def test_what_is_sent_is_what_compiled_programs_send(program):
         assert work["update"].sent.get("tensor", 0) == pytest.approx(sums, rel=0.05)
         return
     steps = config.rollout.max_new_tokens
-    looped = work["decode"].sent.get("tensor", 0.0) / steps
+    looped = sum(work["decode"].sent.values()) / steps
     if program.what == "static rollout":
-        assert sum(work["prefill"].sent.values()) == pytest.approx(sum(kept["once"].values()), 0.05)
+        near = 0.3 if program.mesh == {"expert": 2, "tensor": 4} else 0.05
+        assert sum(work["prefill"].sent.values()) == pytest.approx(sum(kept["once"].values()), near)
         assert looped == pytest.approx(sum(kept["a_step"].values()), rel=0.05, abs=1e6)
 
 
