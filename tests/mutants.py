@@ -1411,6 +1411,26 @@ LIST: list[Mutant] = [
     ),
     *of(
         "models/moe.py",
+        "models/test_expert_mesh.py",
+        ("part-of-a-cotangent", "cotangent * lax.psum(1, whole)", "cotangent * 1", "gradients"),
+    ),
+    *of(
+        "ablation/runner.py",
+        "ablation/test_runner.py",
+        (
+            "lines-of-a-killed-run",
+            "for rows in ROWS:",
+            "for rows in ROWS[:1]:",
+            "before_a_checkpoint",
+        ),
+    ),
+    *of(
+        "training/roofline.py",
+        "training/test_roofline.py",
+        ("blocks-of-the-whole", "side // tensor % block", "side % block", "would_share"),
+    ),
+    *of(
+        "models/moe.py",
         "models/test_glm.py",
         (
             "bias-in-the-weights",
