@@ -49,11 +49,13 @@ def test_a_difference_names_arm_number_and_both_values():
     now = changed("golden", "a", "loss", value=[0.1, 0.21])
     assert differences(BEFORE, BEFORE) == []
     assert differences(BEFORE, now) == [
-        "a: loss of step 1 was 0.2 and is 0.21, further apart than another CPU's last bits can make it (7.5e-05)"
+        "a: loss of step 1 was 0.2 and is 0.21, further apart than another CPU's last bits can make it (0.0003)"
     ]
     # what is rounded to FP8 may be as far apart
     assert differences(BEFORE, changed("golden", "b", "loss", value=[0.1, 0.21])) == []
-    assert differences(BEFORE, changed("golden", "b", "loss", value=[0.1, 0.22]))
+    assert differences(BEFORE, changed("golden", "b", "loss", value=[0.12, 0.2]))
+    assert differences(BEFORE, changed("golden", "b", "loss", value=[0.1, 0.25])) == []
+    assert differences(BEFORE, changed("golden", "b", "loss", value=[0.1, 0.27]))
     # where both sides round alike k3 is nothing but last bits
     assert differences(BEFORE, changed("golden", "a", "k3", value=[1e-9, 0.0])) == []
     assert differences(BEFORE, changed("golden", "a", "k3", value=[1e-7, 0.0]))
