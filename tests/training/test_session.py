@@ -673,9 +673,12 @@ def test_a_session_syncs_again_where_a_sync_was_interrupted(monkeypatch):
     assert texts[0] == texts[1] and session.engine.version == other.engine.version
 
 
-def test_ctrl_c_in_an_update_leaves_a_whole_session(monkeypatch):
+def test_ctrl_c_in_an_update_leaves_a_whole_session(monkeypatch, request):
     """Wherever it comes: the update has been made, or not begun, and the session goes on as another
     does that was not interrupted."""
+    # which a shell's background jobs ignore
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     settings = {"updates_per_rollout": 2, "kl_coefficient": 0.1}
     prompts = [*PROMPTS, "g="]
     session, other = session_of("fp8-rl", **settings), session_of("fp8-rl", **settings)
