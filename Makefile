@@ -160,7 +160,8 @@ test slow hopper: export FP8RL_ALL_CHECKS := $(ALL)
 hopper: install ## the kernels and the GPU command, checked without a GPU: played, compiled to sm_90a, rehearsed; ALL=1: every kernel
 	$(call both,hopper)
 
-KEPT := tests/training/test_on_hopper.py tests/experiments/test_fingerprints.py tests/parallel/test_collectives.py
+KEPT := tests/training/test_on_hopper.py tests/experiments/test_fingerprints.py \
+	tests/parallel/test_collectives.py::test_fp8_weights_of_the_program_for_hopper_stay_where_they_are
 
 kept: export FP8RL_KEEP := 1
 kept: install toolchain ## make anew what tests/kept.json and the kernels' verdicts have of code that has changed (some ten minutes)

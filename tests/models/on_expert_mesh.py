@@ -79,6 +79,9 @@ def off(a, b) -> float:
     return float(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1]))
 
 
+MEASURES = {"gradient": far, "eight_bit_gradient": off}
+
+
 def quantized(policy):
     return rollout_policy(policy, RECIPE, jnp.float32, unroll=False)[0]
 
@@ -111,7 +114,9 @@ def main() -> None:
                 "odd": far(jax.jit(hidden)(placed, odd), odd_alone),
                 "gradients": {
                     of: {
-                        part: off(getattr(found.layers, part), getattr(gradients[of].layers, part))
+                        part: MEASURES[of](
+                            getattr(found.layers, part), getattr(gradients[of].layers, part)
+                        )
                         for part in ("q_proj", "router", "experts", "gate_proj")
                     }
                     for of, found in sharded.items()
