@@ -15,7 +15,7 @@ from pallas_kernels.backend import BackendError
 from pallas_kernels.cache_write import write_cache
 from pallas_kernels.decode_attention import KeyValues, decode_attention
 from pallas_kernels.grouped_matmul import align_groups, grouped_matmul, grouped_outer_product
-from pallas_kernels.matmul import blockwise_matmul
+from pallas_kernels.matmul import blockwise_matmul, blockwise_outer_product
 from pallas_kernels.qtensor import Format, QTensor, ScaledOperand
 from pallas_kernels.quantize import (
     Blocks,
@@ -36,6 +36,7 @@ __all__ = [
     "align_groups",
     "attention",
     "blockwise_matmul",
+    "blockwise_outer_product",
     "decode_attention",
     "grouped_matmul",
     "grouped_outer_product",

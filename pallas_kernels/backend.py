@@ -21,7 +21,8 @@ class BackendError(ValueError):
     """The backend asked for by name cannot serve this call."""
 
 
-_WITH_CPU_KERNELS = ("decode_attention", "dot", "invariant", "round_blocks")
+_QUANTIZERS = ("dequantize", "quantize_blocks", "quantize_both", "regroup", "round_blocks")
+_WITH_CPU_KERNELS = ("decode_attention", "dot", "invariant", *_QUANTIZERS)
 
 
 def resolve(backend: Backend, operation: str, available: tuple[str, ...] = ()) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Key, UInt32
 
-from pallas_kernels.backend import Backend, block_name
+from pallas_kernels.backend import Backend, block_name, hopper_sms
 
 
 class ScaledOperand(NamedTuple):
@@ -171,7 +172,8 @@ class QTensor:
     """A quantized tensor: x is about values * (scale of the block) * (outer scale).
 
     Attributes:
-        values: [..., m, n], or fewer columns where several numbers are packed into one.
+        values: [..., m, n], or fewer columns where several numbers are packed into one; in a loop
+            on a CPU `Bits` of them, which `from_bits` turns back before they are used.
         scales: [..., ceil(m / block[0]), ceil(n / block[1])], float32 or a format of its own.
         format: what says so.
         outer: float32 [..., m or 1, 1], the scale of the scales; None: there is none. One over the
@@ -214,3 +216,47 @@ class QTensor:
     def dequantize(self) -> Float[Array, "*batch m n"]:
         """Compute what it stands for, float32."""
         return self.format.dequantize(self)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Bits:
+    """An array of 8-bit floats as its bit patterns.
+
+    Attributes:
+        patterns: uint8.
+        dtype: name of what they are of.
+    """
+
+    patterns: Array
+    dtype: str = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.patterns.shape
+
+
+def to_bits(tree: Any) -> Any:
+    """Replace arrays of 8-bit floats in a tree by their `Bits`, where XLA has no instruction for
+    such numbers: on a CPU. A loop that stacks or slices them there converts the whole stack at each
+    step. Elsewhere the tree stays as it is."""
+    if jax.default_backend() != "cpu" or hopper_sms():
+        return tree
+
+    def one(x: Array) -> Array | Bits:
+        if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits != 8:
+            return x
+        return Bits(lax.bitcast_convert_type(x, jnp.uint8), x.dtype.name)
+
+    return jax.tree.map(one, tree)
+
+
+def from_bits(tree: Any) -> Any:
+    """Undo `to_bits`."""
+
+    def one(x: Array | Bits) -> Array:
+        if not isinstance(x, Bits):
+            return x
+        return lax.bitcast_convert_type(x.patterns, jnp.dtype(x.dtype))
+
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Bits))

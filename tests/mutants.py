@@ -1686,6 +1686,26 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
+        "models/forward.py",
+        "models/test_forward.py",
+        (
+            "layers-in-8-bits",
+            "to_bits(run_of_layers(policy, start, stop))",
+            "run_of_layers(policy, start, stop)",
+            "no_loop",
+        ),
+    ),
+    *of(
+        "precision/linear.py",
+        "models/test_forward.py",
+        (
+            "inputs-in-8-bits",
+            "to_bits(quantize(flat, fmt, compute.backend))",
+            "quantize(flat, fmt, compute.backend)",
+            "no_loop",
+        ),
+    ),
+    *of(
         "models/dither.py",
         "rollout/test_arrival.py",
         ("unlike-sides-too", "and one.weight == other.weight", "", "what_lies"),

@@ -55,8 +55,8 @@ DEVICES = (
     ("TPU v5e, v6e", "plain XLA", "not run"),
     (
         "CPU",
-        "C kernels for products, decode attention and exact mode on one device with a C compiler, "
-        "else plain XLA",
+        "C kernels for products, quantization, decode attention and exact mode on one device with "
+        "a C compiler, else plain XLA",
         "all tests run here",
     ),
 )

@@ -49,6 +49,7 @@ from fp8rl_jax.precision import (
     quantize,
 )
 from fp8rl_jax.rollout.sampler import cache_dtype
+from pallas_kernels.qtensor import from_bits
 
 Values = dict[str, Any]
 """By name: "input" and "output" of the layer; "<operation>.in" and ".out", arrays [b, t, ...];
@@ -134,7 +135,8 @@ class ProbedLayer(TransformerLayer):
         return value.reshape(rows.shape)[order]
 
     def _keep_operand(self, name: str, operand, change=lambda leaf: leaf):
-        operand = operand.quantized if isinstance(operand, QuantizedInput) else operand
+        if isinstance(operand, QuantizedInput):
+            operand = from_bits(operand.quantized)
         if isinstance(operand, QTensor):
             self.kept[f"{name}.operand"] = jax.tree.map(change, operand)
 

@@ -58,6 +58,7 @@ from fp8rl_jax.parallel import (
 )
 from fp8rl_jax.precision import Compute, as_weight, multiply_all
 from pallas_kernels.matmul import flatten_many_rows
+from pallas_kernels.qtensor import to_bits
 from pallas_kernels.rounding import rounded
 
 
@@ -457,9 +458,8 @@ def _scan(
             lambda x, a=start, b=stop: x[a:b],
             lambda x, a=first, b=first + stop - start: x[a:b],
         )
-        carry, out = lax.scan(
-            body, carry, (run_of_layers(policy, start, stop), jnp.arange(start, stop), inputs)
-        )
+        layers = to_bits(run_of_layers(policy, start, stop))
+        carry, out = lax.scan(body, carry, (layers, jnp.arange(start, stop), inputs))
         parts.append(out)
     x, blocks = carry
     if blocks is None:

@@ -27,7 +27,6 @@ from fp8rl_jax.precision.linear import (
     predequantize,
 )
 from fp8rl_jax.precision.quantizer import (
-    dequantize,
     is_finite,
     quantize,
     quantize_per_tensor,
@@ -39,6 +38,7 @@ from fp8rl_jax.precision.statistics import (
     weight_sums,
 )
 from pallas_kernels import Blocks, Format, QTensor
+from pallas_kernels.quantize import dequantize
 
 __all__ = [
     "AdaptedWeight",

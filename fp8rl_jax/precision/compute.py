@@ -26,6 +26,7 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.exact import Integers, with_gradient_of
 from pallas_kernels.grouped_matmul import dot as grouped_dot
 from pallas_kernels.matmul import Panels, blockwise_matmuls, dot, keeps_quantized, pack, packs
+from pallas_kernels.quantize import dequantize
 from pallas_kernels.rounding import rounded
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
@@ -245,16 +246,30 @@ class Compute:
         out_dtype: jnp.dtype,
     ) -> Float[Array, "*m n"]:
         """Multiply quantized rows by the transpose of a quantized weight, as `product` does."""
+        return self._quantized_product(x, w, group_sizes, out_dtype, -1)
+
+    def input_gradient(
+        self,
+        dy: QTensor,
+        w: QTensor,
+        group_sizes: Int[Array, " groups"] | None,
+        out_dtype: jnp.dtype,
+    ) -> Float[Array, "*m k"]:
+        """Multiply quantized rows of the gradient of such a product by the weight [.., n, k]."""
+        return self._quantized_product(dy, w, group_sizes, out_dtype, -2)
+
+    def _quantized_product(self, x, w, group_sizes, out_dtype, over) -> Array:
         if group_sizes is None:
             return blockwise_matmul(
                 x,
                 w,
                 out_dtype,
+                over=over,
                 batch_invariant=self.exact,
                 sum_dtype=out_dtype if self.joins else jnp.float32,
                 backend=self.backend,
             )
-        return grouped_matmul(x, w, group_sizes, out_dtype, backend=self.backend)
+        return grouped_matmul(x, w, group_sizes, out_dtype, over=over, backend=self.backend)
 
     def quantized_products(
         self, x: QTensor, weights: list[QTensor], out_dtype: jnp.dtype
@@ -275,7 +290,7 @@ class Compute:
         if isinstance(w, QTensor):
             if keeps_quantized(w, self.backend):
                 return None
-            return self.in_panels(w.dequantize())
+            return self.in_panels(dequantize(w, backend=self.backend))
         plain = isinstance(w, Array) and w.dtype == jnp.float32
         return self.in_panels(w) if plain and self.packs else None
 

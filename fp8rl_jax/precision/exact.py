@@ -39,6 +39,7 @@ from pallas_kernels.exact import (
     with_gradient_of,
 )
 from pallas_kernels.matmul import selected_backend
+from pallas_kernels.quantize import dequantize
 from pallas_kernels.quantize.reference import on_grid
 from pallas_kernels.rounding import rounded
 
@@ -96,7 +97,8 @@ class ExactCompute(Compute):
         return lambda x: on_grid(x * PROBABILITY_FACTOR, dtype) / PROBABILITY_FACTOR
 
     def quantized_product(self, x, w, group_sizes, out_dtype):
-        return self.product(dequantize_rows(x), w.dequantize(), group_sizes, out_dtype)
+        wide = dequantize_rows(x, self.backend), dequantize(w, backend=self.backend)
+        return self.product(*wide, group_sizes, out_dtype)
 
 
 @dataclass(frozen=True)
@@ -171,8 +173,9 @@ class InvariantCompute(ExactCompute):
         return invariant.isolated(partial(super().add_scaled, factor=factor))(x, y)
 
     def prepared(self, w):
-        w = w.dequantize() if isinstance(w, QTensor) else w.astype(jnp.float32)
-        return self.in_panels(w)
+        quantized = isinstance(w, QTensor)
+        wide = dequantize(w, backend=self.backend) if quantized else w.astype(jnp.float32)
+        return self.in_panels(wide)
 
 
 @dataclass(frozen=True)

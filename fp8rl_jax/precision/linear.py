@@ -60,12 +60,14 @@ from fp8rl_jax.precision.quantizer import (
     round_through,
     stochastic_salt,
 )
-from pallas_kernels import Format, QTensor, blockwise_matmul, grouped_outer_product
+from pallas_kernels import Format, QTensor, blockwise_outer_product, grouped_outer_product
 from pallas_kernels.backend import Backend
 from pallas_kernels.exact import Integers
 from pallas_kernels.grouped_matmul import align_groups, outer_product
 from pallas_kernels.grouped_matmul import dot as grouped_dot
 from pallas_kernels.matmul import Panels, selected_backend
+from pallas_kernels.qtensor import from_bits, to_bits
+from pallas_kernels.quantize import dequantize
 from pallas_kernels.rounding import rounded
 
 Sizes = Int[Array, " groups"] | None
@@ -198,7 +200,7 @@ class QuantizedWeight:
         # the backward dequantizes again: it would keep a float32 copy of a frozen FP8 model
         @partial(jax.checkpoint, prevent_cse=False)
         def product(x, w, master):
-            wide = w.dequantize()
+            wide = dequantize(from_bits(w), backend=compute.backend)
             if master is not None:
                 wide = _in_place_of(master, wide)
             return compute.product(x.astype(jnp.float32), wide, group_sizes, out_dtype)
@@ -462,7 +464,7 @@ def _quantized_input(x: Array, fmt: TensorFormat, compute: Compute) -> Quantized
     if not fmt.quantized:
         return x
     flat, dequantized = jax.lax.stop_gradient(x).reshape(-1, x.shape[-1]), None
-    rows = quantize(flat, fmt, compute.backend)
+    rows = to_bits(quantize(flat, fmt, compute.backend))
     if selected_backend(compute.backend) == "reference":
         dequantized = round_through(flat, fmt, compute.backend).reshape(x.shape)
     # rows that share a scale stay one matrix
@@ -501,7 +503,8 @@ def _quantized_linear(
     Along tokens a block never reaches into the next group: each group's rows begin a block of their
     own.
     """
-    out = compute.quantized_product(x.quantized, weight.quantized, group_sizes, out_dtype)
+    operands = from_bits((x.quantized, weight.quantized))
+    out = compute.quantized_product(*operands, group_sizes, out_dtype)
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
@@ -517,28 +520,28 @@ def _residuals(x, weight, group_sizes, compute):
 
 
 def _backward(out_dtype, compute, residuals, dy):
-    saved, like, weight, sizes = residuals
+    saved, like, weight, sizes = from_bits(residuals)
     precision, backend = weight.precision, compute.backend
     fmt, rows = precision.output_gradient, dy.reshape(-1, dy.shape[-1])
-    w, dw = (weight.quantized if weight.turned is None else weight.turned).T, None
+    w, dw = weight.quantized if weight.turned is None else weight.turned, None
     if not fmt.quantized:
-        dx = _times(_float32(rows), w.dequantize(), sizes)
+        dx = _times(_float32(rows), dequantize(w, backend=backend), sizes)
         if saved is not None:
             dw = _outer_product(_float32(rows), _float32(_rows(saved)), sizes)
     else:
         dyq, along = _gradient_operands(rows, precision, sizes, saved is not None, backend)
         inexact = Compute(backend, joins=compute.joins)
-        dx = inexact.quantized_product(dyq, w, sizes, like.dtype)[: len(rows)]
+        dx = inexact.input_gradient(dyq, w, sizes, like.dtype)[: len(rows)]
         if along is not None:
             dy_along, aligned = along
             x_along = saved
             if not _saves_along_tokens(precision):
                 x_along = _input_along_tokens(_rows_of(saved), precision, sizes, backend)
             if aligned is None:
-                dw = blockwise_matmul(dy_along.T, x_along.T, jnp.float32, backend=backend)
+                dw = blockwise_outer_product(dy_along, x_along, backend=backend)
             else:
                 dw = grouped_outer_product(dy_along, x_along, aligned, backend=backend)
-    dx = rounded(dx, like.dtype).reshape(*dy.shape[:-1], w.shape[-2])
+    dx = rounded(dx, like.dtype).reshape(*dy.shape[:-1], w.shape[-1])
     return *_cotangents(dx, dw, weight), None
 
 
@@ -550,7 +553,8 @@ def _quantized_linears(
     x: QuantizedInput, weights: list[QuantizedWeight], out_dtype: jnp.dtype, compute: Compute
 ) -> list[Float[Array, "*m n"]]:
     """`_quantized_linear` of each weight."""
-    products = compute.quantized_products(x.quantized, [w.quantized for w in weights], out_dtype)
+    rows, operands = from_bits((x.quantized, [w.quantized for w in weights]))
+    products = compute.quantized_products(rows, operands, out_dtype)
     return [out.reshape(*x.shape[:-1], out.shape[-1]) for out in products]
 
 
@@ -603,7 +607,8 @@ def _saved(
     if weight.master is None:
         return None
     if _saves_along_tokens(precision):
-        return _input_along_tokens(x.x.reshape(-1, x.shape[-1]), precision, sizes, backend)
+        rows = x.x.reshape(-1, x.shape[-1])
+        return to_bits(_input_along_tokens(rows, precision, sizes, backend))
     return x.quantized if precision.saved_activation.quantized else x.x
 
 
@@ -627,7 +632,7 @@ def _input_along_tokens(
     if isinstance(x, QTensor):
         if whole and not _missing_rows(x.shape[-2], precision):
             return regroup(x, fmt, backend)
-        x = x.dequantize()
+        x = dequantize(x, backend=backend)
     return quantize_along_rows(_along_tokens(x, precision, sizes)[0], fmt, backend)
 
 
@@ -659,8 +664,8 @@ def _row_multiple(precision: LinearPrecision) -> int:
 
 
 def _times(dy: Array, w: Array, sizes: Sizes) -> Array:
-    """dY [tokens, n] times W [..., k, n] transposed."""
-    return dy @ w.T if sizes is None else grouped_dot(dy, w, sizes)
+    """dY [tokens, n] times W [..., n, k]."""
+    return dy @ w if sizes is None else grouped_dot(dy, w, sizes, -2)
 
 
 def _outer_product(dy: Array, x: Array, sizes: Sizes) -> Array:

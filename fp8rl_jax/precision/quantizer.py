@@ -20,7 +20,7 @@ from fp8rl_jax.precision.formats import element_dtype, format_of, max_value
 from pallas_kernels import Blocks, Format, QTensor, quantize_both
 from pallas_kernels import regroup as regroup_blocks
 from pallas_kernels.backend import Backend
-from pallas_kernels.quantize import round_blocks
+from pallas_kernels.quantize import dequantize, round_blocks
 
 
 def quantize(
@@ -79,17 +79,12 @@ def regroup(q: QTensor, fmt: TensorFormat, backend: Backend = "auto") -> QTensor
     rows, made = q.rows(), format_of(fmt, q.shape)
     if isinstance(made, Blocks) and isinstance(q.format, Blocks) and q.format.by_row:
         return regroup_blocks(rows, jnp.dtype(made.dtype), made.scale, backend=backend)
-    return quantize_along_rows(rows.dequantize(), fmt, backend)
+    return quantize_along_rows(dequantize(rows, backend=backend), fmt, backend)
 
 
-def dequantize(q: QTensor) -> Float[Array, "*batch m n"]:
-    """Compute what a quantized tensor stands for, float32."""
-    return q.dequantize()
-
-
-def dequantize_rows(q: QTensor) -> Float[Array, "*batch n"]:
+def dequantize_rows(q: QTensor, backend: Backend = "auto") -> Float[Array, "*batch n"]:
     """Dequantize rows with any number of axes before them, each quantized by itself."""
-    return q.rows().dequantize().reshape(q.shape)
+    return dequantize(q.rows(), backend=backend).reshape(q.shape)
 
 
 def round_through(

@@ -4,6 +4,7 @@ their gradients."""
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -13,6 +14,7 @@ from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.matmul import in_blocks, unserved
 from pallas_kernels.partition import on_mesh, partitioned
 from pallas_kernels.qtensor import QTensor
+from pallas_kernels.quantize import dequantize
 from pallas_kernels.rounding import rounded
 
 HOPPER_BLOCK = (128, 128)
@@ -24,6 +26,7 @@ def grouped_matmul(
     group_sizes: Int[Array, " groups"],
     out_dtype: jnp.dtype = jnp.bfloat16,
     *,
+    over: Literal[-1, -2] = -1,
     backend: Backend = "auto",
 ) -> Float[Array, "m n"]:
     """Multiply x[i] @ w[g].T of quantized operands, g the group of row i, accumulated in float32.
@@ -37,6 +40,7 @@ def grouped_matmul(
         w: weights [groups, n, k].
         group_sizes: int32, adding up to at most m.
         out_dtype: bfloat16 or float32.
+        over: axis of w that is summed; -2: w is [groups, k, n], and each product x @ w.
         backend: implementation; hopper has kernels for blocks of 128, "auto" is the reference for
             others.
 
@@ -45,6 +49,7 @@ def grouped_matmul(
             two formats.
         ValueError: shapes do not belong together, or an axis has length 0.
     """
+    as_stored, w = w, w if over == -1 else w.T
     chosen = choose("grouped_matmul", backend, unserved(x, w, (HOPPER_BLOCK,)))
     groups = len(w.values)
     expected: dict[str, tuple[int, ...]] = {"group_sizes": (groups,)}
@@ -64,7 +69,8 @@ def grouped_matmul(
     if 0 in (*x.shape, *w.shape):
         raise ValueError(f"grouped_matmul: nothing to multiply in x {x.shape} and w {w.shape}")
     if chosen == "reference":
-        return reference.matmul(x, w, group_sizes, out_dtype)
+        wide = dequantize(x, backend=backend), dequantize(as_stored, backend=backend)
+        return rounded(reference.dot(*wide, group_sizes, over), out_dtype)
     # importing Pallas takes longer than importing JAX
     from pallas_kernels.grouped_matmul import hopper
 
@@ -112,7 +118,8 @@ def grouped_outer_product(
             )
         check_pair("grouped_outer_product", chosen, dy.values.dtype, x.values.dtype)
     if chosen == "reference":
-        return reference.outer_products(dy, x, group_sizes)
+        wide = dequantize(dy, backend=backend), dequantize(x, backend=backend)
+        return reference.outer_product(*wide, group_sizes)
     from pallas_kernels.grouped_matmul import hopper
 
     kernel = partitioned(

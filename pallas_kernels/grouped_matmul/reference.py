@@ -15,8 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.rounding import rounded
-
 BY_ROW = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 _OVER_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 FEWEST_ROWS, MOST_ROWS = 8, 128
@@ -25,13 +23,10 @@ TOGETHER = 8
 """Tiles that a GPU multiplies at one time."""
 
 
-def matmul(x, w, group_sizes, out_dtype):
-    return rounded(dot(x.dequantize(), w.dequantize(), group_sizes), out_dtype)
-
-
-@jax.custom_vjp
-def dot(x, w, group_sizes):
-    """Multiply x [m, k], sorted by group, with w [groups, n, k] transposed, accumulated in float32.
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def dot(x, w, group_sizes, over=-1):
+    """Multiply x [m, k], sorted by group, with w [groups, n, k] transposed, accumulated in float32;
+    with w [groups, k, n] where -2 is the axis that is summed.
 
     Zero behind the last group.
     """
@@ -39,40 +34,37 @@ def dot(x, w, group_sizes):
         x,
         w,
         group_sizes,
-        cpu=_tiled_dot,
-        cuda=partial(_tiled_dot, together=TOGETHER),
-        default=_ragged_dot,
+        cpu=partial(_tiled_dot, over=over),
+        cuda=partial(_tiled_dot, over=over, together=TOGETHER),
+        default=partial(_ragged_dot, over=over),
     )
 
 
-def _dot_backward(operands, dy):
+def _dot_backward(over, operands, dy):
     x, w, group_sizes = operands
     # XLA's products take operands of one dtype
     dy = dy.astype(jnp.promote_types(jnp.promote_types(x.dtype, w.dtype), jnp.float32))
-    dx = dot(dy, jnp.swapaxes(w, 1, 2).astype(dy.dtype), group_sizes)
-    dw = outer_product(dy, x.astype(dy.dtype), group_sizes)
-    return dx.astype(x.dtype), dw.astype(w.dtype), None
+    dx = dot(dy, w.astype(dy.dtype), group_sizes, -3 - over)
+    sides = (dy, x.astype(dy.dtype)) if over == -1 else (x.astype(dy.dtype), dy)
+    return dx.astype(x.dtype), outer_product(*sides, group_sizes).astype(w.dtype), None
 
 
-dot.defvjp(lambda *operands: (dot(*operands), operands), _dot_backward)
+dot.defvjp(lambda *operands: (dot(*operands), operands[:3]), _dot_backward)
 
 
-def _ragged_dot(x, w, group_sizes):
-    out = lax.ragged_dot_general(x, w, group_sizes, BY_ROW, preferred_element_type=jnp.float32)
+def _ragged_dot(x, w, group_sizes, over):
+    by_row = lax.RaggedDotDimensionNumbers((((1,), (3 + over,)), ((), ())), [0], [0])
+    out = lax.ragged_dot_general(x, w, group_sizes, by_row, preferred_element_type=jnp.float32)
     # a backend need not write the rows behind the last group
     inside = jnp.arange(len(x)) < group_sizes.sum()
     return jnp.where(inside[:, None], out, 0.0)
 
 
-def _tiled_dot(x, w, group_sizes, together=None):
-    contract = (((1,), (1,)), ((), ()))
+def _tiled_dot(x, w, group_sizes, over, together=None):
+    contract = (((1,), (2 + over,)), ((), ()))
     return dot_by_tiles(
         x, w, group_sizes, lambda x, w: lax.dot_general(x, w, contract, None, jnp.float32), together
     )
-
-
-def outer_products(dy, x, group_sizes):
-    return outer_product(dy.dequantize(), x.dequantize(), group_sizes)
 
 
 def outer_product(dy, x, group_sizes):

@@ -1,6 +1,7 @@
 from pallas_kernels.matmul.api import (
     blockwise_matmul,
     blockwise_matmuls,
+    blockwise_outer_product,
     dot,
     in_blocks,
     keeps_quantized,
@@ -15,6 +16,7 @@ __all__ = [
     "Panels",
     "blockwise_matmul",
     "blockwise_matmuls",
+    "blockwise_outer_product",
     "dot",
     "flatten_many_rows",
     "in_blocks",

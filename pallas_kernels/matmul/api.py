@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from pallas_kernels.matmul import cpu, reference
 from pallas_kernels.matmul.cpu import Panels
 from pallas_kernels.partition import on_mesh, partitioned
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.quantize import Blocks
+from pallas_kernels.quantize import Blocks, dequantize
 from pallas_kernels.rounding import rounded
 
 HOPPER_BLOCKS = ((128, 128), (1, 128))
@@ -63,6 +64,7 @@ def blockwise_matmul(
     w: QTensor,
     out_dtype: jnp.dtype = jnp.bfloat16,
     *,
+    over: Literal[-1, -2] = -1,
     batch_invariant: bool = False,
     sum_dtype: jnp.dtype = jnp.float32,
     backend: Backend = "auto",
@@ -80,6 +82,7 @@ def blockwise_matmul(
             weight's blocks.
         w: weight [n, k].
         out_dtype: bfloat16 or float32.
+        over: axis of w that is summed; -2: w is [k, n], and the product x @ w, as dX = dY W is.
         batch_invariant: on Hopper, many rows add in the parts into which up to 128 rows split the
             contraction to fill the GPU, so that a row has the same bits whatever is multiplied with
             it; that takes a tenth to a quarter longer.
@@ -93,8 +96,10 @@ def blockwise_matmul(
             two formats.
         ValueError: scale shapes do not belong to the operands, or an axis has length 0.
     """
-    if _checked(x, w, backend) == "reference":
-        return reference.matmul(x, w, out_dtype)
+    turned = w if over == -1 else w.T
+    if _checked(x, turned, backend) == "reference":
+        return reference.matmul(x, w, over, out_dtype, partial(dequantize, backend=backend))
+    w = turned
     from pallas_kernels.matmul import hopper  # importing Pallas takes longer than importing JAX
 
     kernel = partial(
@@ -109,6 +114,25 @@ def blockwise_matmul(
     rule = f"{lead} k, {lead} b, n k, {'c' if by_block else 'n'} b -> {lead} n"
     arrays = (x.values, x.scales, w.values, w.scales)
     return rounded(partitioned(kernel, rule, blocks)(*arrays), out_dtype)
+
+
+def blockwise_outer_product(
+    dy: QTensor, x: QTensor, *, backend: Backend = "auto"
+) -> Float[Array, "n k"]:
+    """Compute dy.T @ x: `blockwise_matmul`'s weight gradient, float32.
+
+    Args:
+        dy: gradient of the product, [m, n] in blocks along m, as of (128, 1).
+        x: input of the product, [m, k], likewise.
+        backend: as `blockwise_matmul` has it.
+
+    Raises:
+        BackendError, ValueError: as `blockwise_matmul`.
+    """
+    if _checked(dy.T, x.T, backend) == "reference":
+        wide = partial(dequantize, backend=backend)
+        return reference.outer_product(dy, x, wide)
+    return blockwise_matmul(dy.T, x.T, jnp.float32, backend=backend)
 
 
 def blockwise_matmuls(

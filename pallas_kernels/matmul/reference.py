@@ -8,7 +8,7 @@ of unpacking it at every token.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,40 @@ from jax import lax
 from pallas_kernels.rounding import rounded
 
 
-def matmul(x, w, out_dtype):
+def matmul(x, w, over, out_dtype, dequantize):
     def dequantized(x, w):
-        wide = x.rows().dequantize().reshape(*x.shape[:-1], -1)
-        return rounded(dot(wide, w.dequantize()), out_dtype)
+        wide = dequantize(x.rows()).reshape(*x.shape[:-1], -1)
+        return rounded(dot(wide, dequantize(w), over), out_dtype)
 
-    if scaled_operands(x, w) is None:
+    def scaled(x, w):
+        return scaled_matmul(x, _by_rows(w, over), out_dtype)
+
+    if scaled_operands(x, _by_rows(w, over)) is None:
         return dequantized(x, w)
-    return lax.platform_dependent(
-        x, w, cuda=partial(scaled_matmul, out_dtype=out_dtype), default=dequantized
-    )
+    return lax.platform_dependent(x, w, cuda=scaled, default=dequantized)
+
+
+def _by_rows(w, over):
+    return w if over == -1 else w.T
+
+
+def outer_product(dy, x, dequantize):
+    """Multiply dy [m, n] transposed with x [m, k]."""
+
+    def dequantized(dy, x):
+        return lax.dot_general(
+            dequantize(dy),
+            dequantize(x),
+            (((0,), (0,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+
+    def scaled(dy, x):
+        return scaled_matmul(dy.T, x.T, jnp.float32)
+
+    if scaled_operands(dy.T, x.T) is None:
+        return dequantized(dy, x)
+    return lax.platform_dependent(dy, x, cuda=scaled, default=dequantized)
 
 
 @cache
@@ -75,14 +99,15 @@ def flatten_many_rows(x):
     return x if x.size // x.shape[-1] <= FEW_ROWS else x.reshape(-1, x.shape[-1])
 
 
-def dot(x, w):
-    """Multiply x [..., k] with w [n, k] transposed, accumulated in float32.
+def dot(x, w, over=-1):
+    """Multiply x [..., k] with w [n, k] transposed, accumulated in float32; with w [k, n] where -2
+    is the axis that is summed.
 
     The weight is the left operand: faster on a CPU, for few rows (decode) if they keep their axes,
     and for the gradients of many rows if they are flattened.
     """
     rows = flatten_many_rows(x)
     out = lax.dot_general(
-        w, rows, (((1,), (rows.ndim - 1,)), ((), ())), preferred_element_type=jnp.float32
+        w, rows, (((2 + over,), (rows.ndim - 1,)), ((), ())), preferred_element_type=jnp.float32
     )
-    return jnp.moveaxis(out, 0, -1).reshape(*x.shape[:-1], w.shape[0])
+    return jnp.moveaxis(out, 0, -1).reshape(*x.shape[:-1], w.shape[-3 - over])

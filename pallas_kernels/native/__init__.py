@@ -25,7 +25,8 @@ _SOURCES = ("matmul/cpu.c", "quantize/cpu.c", "attention/cpu.c")
 _HANDLERS = (
     "fp8rl_dot",
     "fp8rl_pack",
-    "fp8rl_round_blocks",
+    "fp8rl_quantize",
+    "fp8rl_dequantize",
     "fp8rl_attend",
     "fp8rl_decode_attention",
 )

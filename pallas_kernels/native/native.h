@@ -59,6 +59,26 @@ INLINE vec widen_e4m3(const uint8_t *at) {
 #endif
 }
 
+INLINE vec widen_e5m2(const uint8_t *at) {
+#if defined(__F16C__)
+  // the upper half of a float16
+  typedef uint16_t codes __attribute__((vector_size(LANES * 2)));
+  codes half = __builtin_convertvector(*(const bytes *)at, codes) << 8;
+#if LANES == 16
+  return _mm512_cvtph_ps((__m256i)half);
+#else
+  return _mm256_cvtph_ps((__m128i)half);
+#endif
+#else
+  words code = __builtin_convertvector(*(const bytes *)at, words), low = code & 0x7f;
+  vec normal = (vec)((low << 21) + (112u << 23));
+  vec small = (vec)((low << 21) + (113u << 23)) - 0x1p-14f;
+  vec large = where(low == 0x7c, splat(INFINITY), splat(NAN));
+  vec size = where(low < 4, small, where(low >= 0x7c, large, normal));
+  return (vec)((words)size | (code & 0x80) << 24);
+#endif
+}
+
 INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE long most(long a, long b) { return a > b ? a : b; }
 

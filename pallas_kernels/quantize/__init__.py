@@ -1,5 +1,6 @@
 from pallas_kernels.quantize.api import (
     Blocks,
+    dequantize,
     quantize_blocks,
     quantize_both,
     quantize_rms_norm,
@@ -13,6 +14,7 @@ __all__ = [
     "Blocks",
     "amax",
     "block_amax",
+    "dequantize",
     "expand_scales",
     "quantize_blocks",
     "quantize_both",

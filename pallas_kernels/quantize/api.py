@@ -107,8 +107,8 @@ def quantize_blocks(
     """
     check("quantize_blocks", x, block)
     chosen = chosen_backend("quantize_blocks", backend, block, dtype, x.dtype)
-    if chosen == "reference":
-        return _in_blocks(reference.quantize(x, block, dtype, scale), block, scale)
+    if chosen in _ON_CPU:
+        return _in_blocks(_ON_CPU[chosen].quantize(x, block, dtype, scale), block, scale)
     from pallas_kernels.quantize import hopper
 
     lead, rows, columns = axes(x.ndim), *_scale_axes(block)
@@ -151,9 +151,9 @@ def quantize_both(
     """
     check("quantize_both", x, (1, size))
     chosen = chosen_backend("quantize_both", backend, (1, size), dtype, x.dtype)
-    if chosen == "reference":
+    if chosen in _ON_CPU:
         rows, tokens = (
-            reference.quantize(x, block, dtype, scale) for block in ((1, size), (size, 1))
+            _ON_CPU[chosen].quantize(x, block, dtype, scale) for block in ((1, size), (size, 1))
         )
     else:
         from pallas_kernels.quantize import hopper
@@ -190,14 +190,35 @@ def regroup(
             f"(1, {size})"
         )
     chosen = chosen_backend("regroup", backend, (size, 1), dtype, q.values.dtype, _HOPPER_DTYPES)
-    if chosen == "reference":
-        arrays = reference.quantize(q.dequantize(), (size, 1), dtype, scale)
+    if chosen in _ON_CPU:
+        wide = dequantize(q, backend=backend)
+        arrays = _ON_CPU[chosen].quantize(wide, (size, 1), dtype, scale)
     else:
         from pallas_kernels.quantize import hopper
 
         kernel = partial(hopper.regroup, dtype=dtype, rule=scale)
         arrays = partitioned(kernel, "m n, m b -> m n, a n", BLOCKS)(q.values, q.scales)
     return _in_blocks(arrays, (size, 1), scale)
+
+
+def dequantize(q: QTensor, *, backend: Backend = "auto") -> Float[Array, "*batch m n"]:
+    """Compute `q.dequantize()`, float32.
+
+    Args:
+        q: in any format.
+        backend: "cpu" has a kernel for most `Blocks`; all others are the format's own.
+
+    Raises:
+        BackendError: a backend asked for by name cannot run here.
+    """
+    fmt = q.format
+    if (
+        isinstance(fmt, Blocks)
+        and cpu.stores(fmt.block, fmt.dtype)
+        and uses_cpu(backend, "dequantize")
+    ):
+        return cpu.dequantize(q.values, q.scales, fmt.block)
+    return q.dequantize()
 
 
 def round_blocks(
@@ -213,13 +234,13 @@ def round_blocks(
 
     Args:
         x, block, dtype, scale: as `quantize_blocks` takes them.
-        backend: "cpu" has a kernel for blocks of one row; all others are the reference.
+        backend: all but "cpu" are the reference.
 
     Raises:
         BackendError: a backend asked for by name cannot run here.
     """
-    if block[0] == 1 and uses_cpu(backend, "round_blocks"):
-        return cpu.round_blocks(x, block[1], dtype, scale)
+    if cpu.rounds(block) and uses_cpu(backend, "round_blocks"):
+        return cpu.round_blocks(x, block, dtype, scale)
     return reference.round_blocks(x, block, dtype, scale)
 
 
@@ -317,6 +338,8 @@ def quantize_rms_norm(
     return _in_blocks(arrays, (1, size), scale)
 
 
+_ON_CPU = {"reference": reference, "cpu": cpu}
+"""Modules that quantize on a CPU, by backend."""
 BLOCKS = {"a": ("m", 128), "b": ("n", 128)}
 """Factors of a sharding rule that count blocks: of rows, of columns."""
 
@@ -359,12 +382,13 @@ def chosen_backend(
 ) -> str:
     """Choose the backend of a quantizer.
 
-    Under "auto" the reference where hopper has no kernel for this.
+    Under "auto" the reference where hopper, or the kernel for CPUs, does not serve this.
     """
     made, given = jnp.dtype(dtype).name, jnp.dtype(x_dtype).name
     served = block in HOPPER_BLOCKS and made in _HOPPER_DTYPES and given in inputs
-    return choose(
+    chosen = choose(
         operation,
         backend,
         "" if served else f"quantizer from {given} to {made} in blocks of {block_name(block)}",
     )
+    return "reference" if chosen == "cpu" and not cpu.stores(block, dtype) else chosen

@@ -28,7 +28,7 @@ def _scaled(x, block, dtype, scale):
     return jnp.clip(scaled, -limit, limit), scales
 
 
-_NAN = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7E}
+NAN_CODES = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7E}
 
 
 def to_float8(x, dtype):
@@ -37,7 +37,7 @@ def to_float8(x, dtype):
     |x| is at most the largest number of `dtype`, or NaN.
     """
     info = jnp.finfo(dtype)
-    if info.dtype.name not in _NAN:
+    if info.dtype.name not in NAN_CODES:
         return x.astype(dtype)
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     size, smallest = bits & 0x7FFFFFFF, int(info.minexp)
@@ -48,7 +48,7 @@ def to_float8(x, dtype):
     shifted = lax.bitcast_convert_type(size, jnp.float32) + 2.0 ** (smallest + drop)
     subnormal = lax.bitcast_convert_type(shifted, jnp.uint32)
     code = jnp.where(size < (127 + smallest) << 23, subnormal, normal)
-    code = jnp.where(size > 0x7F800000, _NAN[info.dtype.name], code)
+    code = jnp.where(size > 0x7F800000, NAN_CODES[info.dtype.name], code)
     code = (code & 0x7F) | ((bits >> 24) & 0x80)
     return lax.bitcast_convert_type(code.astype(jnp.uint8), dtype)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from functools import partial
 
 import jax
@@ -476,3 +477,19 @@ def test_a_served_policy_is_calibrated_with_the_rollouts_linears():
         np.testing.assert_allclose(seen, expected, rtol=1e-6)
         plain = run(policy, tokens, observe=amax_of).observed
         assert np.abs(np.asarray(seen) / np.asarray(plain) - 1).max() > 1e-3
+
+
+@pytest.mark.parametrize("recipe", ["jet-rl", "mxfp8"])
+def test_no_loop_over_layers_converts_a_stack_of_8_bit_numbers(recipe):
+    """XLA has no instruction for them on a CPU: each layer would convert the codes of all."""
+    masters = jax.eval_shape(lambda: init_policy(LLAMA, jax.random.key(0)))
+    tokens = jnp.asarray(random_tokens(LLAMA, 2, 8))
+
+    def loss(masters):
+        policy = trainer_policy(masters, get_recipe(recipe), jnp.dtype("float32"))
+        return forward(policy, tokens).hidden.sum()
+
+    program = jax.jit(jax.grad(loss)).lower(masters).compile().as_text()
+    layers = LLAMA.num_layers
+    assert re.search(rf"u8\[{layers},", program), "codes are stacked"
+    assert not re.findall(rf"f16\[{layers},.*", program)

@@ -22,6 +22,7 @@ from fp8rl_jax.precision import (
     quantize_per_tensor,
 )
 from pallas_kernels import BackendError
+from pallas_kernels.qtensor import from_bits
 
 REFERENCE = Compute("reference")
 W, A, KV = TensorFormat("e4m3", (128, 128)), TensorFormat("e4m3", (1, 128)), TensorFormat("e4m3")
@@ -70,7 +71,7 @@ def test_w8a8_equals_the_float64_product_of_the_dequantized_operands(pair):
     weight = QuantizedWeight(quantize(w, W), precision=LinearPrecision(W, A))
     prepared = weight.prepare(x, REFERENCE)
     assert isinstance(prepared, QuantizedInput) and prepared.x is x and prepared.shape == x.shape
-    qx = prepared.quantized
+    qx = from_bits(prepared.quantized)
     assert qx.shape == x.shape and qx.scales.shape == (2, 3, 3)
     wide_x = (
         np.asarray(qx.values, np.float64)
