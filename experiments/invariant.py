@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -237,6 +237,8 @@ class Arguments:
     """First seed."""
     most_rows: int = 2000
     """A case has from 20 up to these."""
+    dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
+    """Of the rows."""
     output: str = ""
     """JSON file of the result."""
 
@@ -256,7 +258,7 @@ def run(arguments: Arguments) -> None:
         raise UserError("operations are batch-invariant on one CPU device or one Hopper GPU alone")
     counts, failed = {}, []
     for name in OPERATIONS:
-        for dtype in ("float32", "bfloat16"):
+        for dtype in arguments.dtypes:
             for seed in range(arguments.first, arguments.first + arguments.seeds):
                 case = draw(name, seed, jnp.dtype(dtype), arguments.most_rows)
                 if found := differences(case):

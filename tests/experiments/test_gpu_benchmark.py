@@ -1,6 +1,7 @@
 """The command for a card: its arithmetic, a rehearsal of what may go wrong there, its faults, and
 all of it in miniature."""
 
+import gc
 import json
 import os
 import re
@@ -899,6 +900,8 @@ def test_all_parts_in_miniature(tmp_path, monkeypatch, capsys):
             lambda workload, plan: {"workload": workload.describe(), "ratios": [pair]},
         )
     monkeypatch.setattr(training, "compile_step", lambda *_: {})
+    # a worker has little to collect; a process with thousands of tests behind it takes seconds a job
+    monkeypatch.setattr(gc, "collect", lambda: 0)
     setting = Setting(True, str(tmp_path / "python"), profile=True)
     jobs = {name: part.jobs(setting) for name, part in PARTS.items()}
     folder, answers = Folder(tmp_path / "out", jobs, counts=False), []

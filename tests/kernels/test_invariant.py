@@ -48,17 +48,18 @@ def test_plain_operations_do_depend_on_the_batch():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "environment",
+    "environment, dtype",
     [
-        {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2", "NPROC": "4"},
-        {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "NPROC": "1"},
+        ({"XLA_FLAGS": "--xla_cpu_max_isa=AVX2", "NPROC": "4"}, "float32"),
+        ({"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "NPROC": "1"}, "bfloat16"),
     ],
     ids=["avx2 and 4 threads", "1 thread"],
 )
-def test_it_holds_with_other_instructions_and_threads(environment):
+def test_it_holds_with_other_instructions_and_threads(environment, dtype):
     """As users compile: optimized."""
     clean = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     command = [sys.executable, "-m", "experiments.invariant", "--seeds", "1", "--most-rows", "200"]
+    command += ["--dtypes", dtype]
     asked = subprocess.run(
         command, env=clean | environment, capture_output=True, text=True, check=False
     )

@@ -34,8 +34,9 @@ RUN = {"rollout": {"prompts_per_step": 2}, "trainer": {"steps": 2}, "checkpoint"
 # Bounds of k3: 3e-14 and 7e-6 were measured, the rounding of float32 and that of e4m3 with random
 # weights of this scale.
 ROUNDING, QUANTIZED = 1e-11, 1e-4
-# of formats that another recipe trains with
+# of formats that other recipes train and sample with
 SAME_FORMATS = {"mxfp8-rollout", "nvfp4-rollout", "nvfp4-rl", "w4a16", "fp8-lm-o1", "fp8-lm-o2"}
+SAME_FORMATS |= {"fp8-rollout", "fp8-kv", "fp8-e2e"}
 # no state beside masters and moments, KV scales, exact mode; moments in other formats have a test of
 # their own (test_gradients.py)
 RESUMED = {("moe", "bf16", False), ("dense", "fp8-rl", False), ("moe", "jet-rl", True)}
