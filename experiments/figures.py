@@ -1041,6 +1041,50 @@ def rollout(path: str = ROLLOUT) -> str:
     return f"{about}\n\n{table(['work', 'side', 'over', 'speed'], rows)}"
 
 
+FP8_TRAINING = "benchmarks/cpu_fp8_training.json"
+
+
+def fp8_training() -> str:
+    """What a step costs on a CPU under recipes that train in FP8, now and before."""
+    found, old = record(FP8_TRAINING), record("benchmarks/cpu_fp8_training_before.json")
+
+    def ratios(of: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+        return {
+            (entry["workload"]["name"], each["under"], each["part"]): each
+            for entry in of["benchmarks"]
+            for each in entry["ratios"]
+        }
+
+    rows, now, before = [], ratios(found), ratios(old)
+    for entry in found["benchmarks"]:
+        shape, workload = entry["shape"], entry["workload"]
+        tokens = shape["prompt_tokens"] * shape["prompts"] + (
+            shape["new_tokens"] * shape["prompts"] * shape["samples"]
+        )
+        for under in dict.fromkeys(each["under"] for each in entry["ratios"]):
+            key = workload["name"], under
+            (over,) = {each["over"] for each in entry["ratios"]}
+            rows.append(
+                [
+                    f"{workload['compute_dtype']}, {tokens} tokens",
+                    f"`{side(under)}`",
+                    f"`{side(over)}`",
+                    *(speed(now[*key, part]) for part in ("gen", "train", "seconds")),
+                    speed(before[*key, "train"]) if (*key, "train") in before else "",
+                ]
+            )
+    about = prose(f"""
+        A GRPO step on a CPU under recipes that train in FP8, random weights in SmolLM2-135M's shape,
+        {found["machine"]["threads"]} cores, {found["rounds"]} rounds in which the sides take turns. Speed of a side over
+        another's: median of the rounds (quartiles); above 1 it is the faster one. Before {found["commit"][:7]} (the last
+        column: {old["commit"][:7]}, the same machine) XLA converted the codes of all layers to float16 and back at each layer,
+        because it has no instruction for 8-bit floats on a CPU; now loops stack their bit patterns, and quantization is done
+        by kernels in C.
+    """)
+    heads = ["compute", "side", "over", "sampling", "training", "the step", "training, before"]
+    return f"{about}\n\n{table(heads, rows)}"
+
+
 def side(name: str) -> str:
     """A side's name: of ours, engine and recipe."""
     return name.removeprefix("fp8rl_jax/")
@@ -1635,6 +1679,12 @@ SECTIONS = (
         "python -m experiments.benchmarks --benchmarks generation grpo_step uneven_generation ..., in the record",
         WITHOUT_KERNELS,
         optional=True,
+    ),
+    Section(
+        "FP8 training on a CPU",
+        fp8_training,
+        "python -m experiments.benchmarks --benchmarks grpo_step --workloads ..., in the record",
+        FP8_TRAINING,
     ),
     Section(
         "On one H200",

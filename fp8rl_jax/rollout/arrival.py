@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +36,7 @@ from fp8rl_jax.models.lora import Adapted, TrainedWeight
 from fp8rl_jax.models.policy import Layer, Policy, WeightRuns
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.precision import Blocks, QTensor, QuantizedWeight
+from pallas_kernels.qtensor import from_bits, to_bits
 
 PLACES = 16_384
 """Of each tensor."""
@@ -274,8 +276,9 @@ def _taken(
         if isinstance(piece, QTensor):
             sides = zip(own[-2:], piece.block, strict=True)
             blocks = [index // side for index, side in sides]
-            values = piece.values[first, *own].astype(jnp.float32)
-            taken.append(values * piece.scales[first, *own[:-2], *blocks])
+            codes = jax.tree.map(itemgetter((first, *own)), to_bits(piece.values))
+            scales = piece.scales[first, *own[:-2], *blocks]
+            taken.append(from_bits(codes).astype(jnp.float32) * scales)
         else:
             taken.append(piece[first, *own].astype(jnp.float32))
     return jnp.concatenate(taken)
