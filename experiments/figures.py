@@ -1076,10 +1076,9 @@ def fp8_training() -> str:
     about = prose(f"""
         A GRPO step on a CPU under recipes that train in FP8, random weights in SmolLM2-135M's shape,
         {found["machine"]["threads"]} cores, {found["rounds"]} rounds in which the sides take turns. Speed of a side over
-        another's: median of the rounds (quartiles); above 1 it is the faster one. Before {found["commit"][:7]} (the last
-        column: {old["commit"][:7]}, the same machine) XLA converted the codes of all layers to float16 and back at each layer,
-        because it has no instruction for 8-bit floats on a CPU; now loops stack their bit patterns, and quantization is done
-        by kernels in C.
+        another's: median of the rounds (quartiles); above 1 it is the faster one. At {old["commit"][:7]} (the last column, on the
+        same machine) XLA still converted the codes of all layers to float16 and back at each layer, because it has no
+        instruction for 8-bit floats on a CPU; now loops stack their bit patterns, and quantization is done by kernels in C.
     """)
     heads = ["compute", "side", "over", "sampling", "training", "the step", "training, before"]
     return f"{about}\n\n{table(heads, rows)}"
