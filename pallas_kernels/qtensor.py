@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -260,3 +261,13 @@ def from_bits(tree: Any) -> Any:
         return lax.bitcast_convert_type(x.patterns, jnp.dtype(x.dtype))
 
     return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Bits))
+
+
+def moved(move: Callable[..., Array], *arrays: Array) -> Array:
+    """Apply what moves numbers of one dtype and computes none, as a gather or an update of a slice,
+    by way of their bits where `to_bits` has them."""
+    assert len({x.dtype for x in arrays}) == 1
+    as_bits = to_bits(arrays)
+    if not all(isinstance(x, Bits) for x in as_bits):
+        return move(*arrays)
+    return lax.bitcast_convert_type(move(*(x.patterns for x in as_bits)), arrays[0].dtype)

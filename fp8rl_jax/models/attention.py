@@ -38,6 +38,7 @@ from pallas_kernels.attention import (
 )
 from pallas_kernels.cache_write import write_cache
 from pallas_kernels.decode_attention import KeyValues, combine_score_scales, decode_attention
+from pallas_kernels.qtensor import moved
 from pallas_kernels.rounding import rounded
 
 
@@ -111,8 +112,11 @@ class CompletionCache:
         start = (0, 0, self.slot, 0)
         if self.layer is not None:
             start, k, v = (self.layer, *start), k[None], v[None]
-        keys = lax.dynamic_update_slice(self.keys, k, start)
-        return keys, lax.dynamic_update_slice(self.values, v, start)
+
+        def update(cache: Array, new: Array) -> Array:
+            return lax.dynamic_update_slice(cache, new, start)
+
+        return moved(update, self.keys, k), moved(update, self.values, v)
 
     def write_token(self, write: Callable, tokens, rope):
         """Write one token a row, rotated and quantized on the way.
@@ -254,7 +258,7 @@ class PagedRows:
             new = jnp.moveaxis(new, 2, 1).reshape(-1, *flat.shape[1::2])
             return flat.at[page, :, slot].set(new, mode="drop").reshape(cache.shape)
 
-        return written(self.keys, k), written(self.values, v)
+        return moved(written, self.keys, k), moved(written, self.values, v)
 
     def write_token(self, write: Callable, tokens, rope):
         """Write one token a row, as `CompletionCache.write_token`."""
@@ -283,7 +287,7 @@ class PagedRows:
 
     def rows(self, flat: Array, table: Array) -> Array:
         """Gather the pages of each row, [rows, kv_heads, slots, head_dim]."""
-        taken = flat.at[self.at(table)].get(mode="clip")
+        taken = moved(lambda x: x.at[self.at(table)].get(mode="clip"), flat)
         return jnp.moveaxis(taken, 2, 1).reshape(len(table), flat.shape[1], -1, flat.shape[3])
 
     def at(self, pages: Array) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.qtensor import moved
 from pallas_kernels.quantize.reference import to_float8
 from pallas_kernels.rounding import rounded
 
@@ -67,5 +68,5 @@ def move(cache, source, target):
     What goes outside is dropped.
     """
     slots = cache.shape[2]
-    taken = cache.at[source // slots, :, source % slots].get(mode="clip")
+    taken = moved(lambda x: x.at[source // slots, :, source % slots].get(mode="clip"), cache)
     return scatter(cache, taken, target // slots, target % slots)

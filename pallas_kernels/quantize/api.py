@@ -107,8 +107,8 @@ def quantize_blocks(
     """
     check("quantize_blocks", x, block)
     chosen = chosen_backend("quantize_blocks", backend, block, dtype, x.dtype)
-    if chosen in _ON_CPU:
-        return _in_blocks(_ON_CPU[chosen].quantize(x, block, dtype, scale), block, scale)
+    if chosen in _PLAIN:
+        return _in_blocks(_PLAIN[chosen].quantize(x, block, dtype, scale), block, scale)
     from pallas_kernels.quantize import hopper
 
     lead, rows, columns = axes(x.ndim), *_scale_axes(block)
@@ -151,9 +151,9 @@ def quantize_both(
     """
     check("quantize_both", x, (1, size))
     chosen = chosen_backend("quantize_both", backend, (1, size), dtype, x.dtype)
-    if chosen in _ON_CPU:
+    if chosen in _PLAIN:
         rows, tokens = (
-            _ON_CPU[chosen].quantize(x, block, dtype, scale) for block in ((1, size), (size, 1))
+            _PLAIN[chosen].quantize(x, block, dtype, scale) for block in ((1, size), (size, 1))
         )
     else:
         from pallas_kernels.quantize import hopper
@@ -190,9 +190,9 @@ def regroup(
             f"(1, {size})"
         )
     chosen = chosen_backend("regroup", backend, (size, 1), dtype, q.values.dtype, _HOPPER_DTYPES)
-    if chosen in _ON_CPU:
+    if chosen in _PLAIN:
         wide = dequantize(q, backend=backend)
-        arrays = _ON_CPU[chosen].quantize(wide, (size, 1), dtype, scale)
+        arrays = _PLAIN[chosen].quantize(wide, (size, 1), dtype, scale)
     else:
         from pallas_kernels.quantize import hopper
 
@@ -338,8 +338,8 @@ def quantize_rms_norm(
     return _in_blocks(arrays, (1, size), scale)
 
 
-_ON_CPU = {"reference": reference, "cpu": cpu}
-"""Modules that quantize on a CPU, by backend."""
+_PLAIN = {"reference": reference, "cpu": cpu}
+"""Modules of the backends that are not Pallas's."""
 BLOCKS = {"a": ("m", 128), "b": ("n", 128)}
 """Factors of a sharding rule that count blocks: of rows, of columns."""
 

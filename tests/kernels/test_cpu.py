@@ -21,6 +21,7 @@ from pallas_kernels.check.cases import cases_of, difference
 from pallas_kernels.decode_attention import cpu as decode
 from pallas_kernels.matmul import Panels, dot, pack
 from pallas_kernels.matmul import cpu as matmul
+from pallas_kernels.qtensor import moved
 from pallas_kernels.quantize import dequantize, quantize_blocks, round_blocks
 
 COLUMNS = native.constant("fp8rl_columns")
@@ -290,3 +291,23 @@ def test_on_several_devices_there_are_none(tmp_path):
 def test_panels_are_a_tree_of_one_array():
     panels = Panels(jnp.zeros((2, 3, COLUMNS)), 30)
     assert jax.tree.map(lambda x: x, panels).shape == (30, 3)
+
+
+def test_8_bit_numbers_are_moved_as_their_bits():
+    """XLA would convert the whole array to write or read one row of it."""
+    codes = normal(0, 6, 8).astype(jnp.float8_e4m3fn)
+    new = normal(1, 2, 8).astype(jnp.float8_e4m3fn)
+    at = jnp.array([4, 1])
+
+    def write(cache, new):
+        return moved(lambda cache, new: cache.at[at].set(new), cache, new)
+
+    def read(cache):
+        return moved(lambda cache: cache[at], cache)
+
+    for run, arrays in ((write, (codes, new)), (read, (codes,))):
+        program = jax.jit(run).lower(*arrays).compile()
+        assert "u8[" in program.as_text() and "f16[" not in program.as_text()
+    assert same(write(codes, new)[at], new) and same(read(codes), codes[at])
+    wide = codes.astype(jnp.float32)
+    assert same(jax.jit(read)(wide), wide[at])
