@@ -11,6 +11,7 @@ of each run's float32 masters how well they do as other policies serve them:
 All four are computed in float32, so that roundings of the weights are all that differs. What has
 been measured is on disk at once, and the same command goes on from there; a run's checkpoint and
 weights are removed behind it. The ablation's own record has the arms of which all seeds are there.
+Commands with other `--arms` can share a record, side by side.
 """
 
 from __future__ import annotations
@@ -131,6 +132,10 @@ def of_one_code(
     }
 
 
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {"runs": {}}
+
+
 def run(arguments: Arguments) -> None:
     """Run by run, as long as there is time."""
     began, path = time.monotonic(), Path(arguments.output)
@@ -139,7 +144,7 @@ def run(arguments: Arguments) -> None:
         raise UserError(f"--arms: {', '.join(sorted(unknown))}: none of the ablation's")
     runner = Runner(design)
     path.parent.mkdir(parents=True, exist_ok=True)
-    record = json.loads(path.read_text()) if path.exists() else {"runs": {}}
+    record = _read(path)
     wanted = [
         (arm, seed)
         for seed in design.seeds
@@ -153,8 +158,10 @@ def run(arguments: Arguments) -> None:
         print(name, file=sys.stderr)
         runner.run_one(name)
         entry = run_entry(design, *pair)
+        accuracies = served(design, *pair)
+        record = _read(path)  # another command may have written to it
         record.setdefault("behaviours", {})[entry["behaviour"]] = kept_behaviour(design)
-        record["runs"][name] = entry | {"served": served(design, *pair)}
+        record["runs"][name] = entry | {"served": accuracies}
         record["made"] = facts("experiments.arrival")
         write_json(path, record)
         # gigabytes; what is told of the run is in its files of rows

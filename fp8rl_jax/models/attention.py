@@ -36,7 +36,7 @@ from pallas_kernels.attention import (
     attention_mask,
     window_mask,
 )
-from pallas_kernels.cache_write import write_cache
+from pallas_kernels.cache_write import scatter, write_cache
 from pallas_kernels.decode_attention import KeyValues, combine_score_scales, decode_attention
 from pallas_kernels.qtensor import moved
 from pallas_kernels.rounding import rounded
@@ -256,9 +256,9 @@ class PagedRows:
         def written(cache: Array, new: Array) -> Array:
             flat = cache.reshape(-1, *cache.shape[-3:])
             new = jnp.moveaxis(new, 2, 1).reshape(-1, *flat.shape[1::2])
-            return flat.at[page, :, slot].set(new, mode="drop").reshape(cache.shape)
+            return scatter(flat, new, page, slot).reshape(cache.shape)
 
-        return moved(written, self.keys, k), moved(written, self.values, v)
+        return written(self.keys, k), written(self.values, v)
 
     def write_token(self, write: Callable, tokens, rope):
         """Write one token a row, as `CompletionCache.write_token`."""

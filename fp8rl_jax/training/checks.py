@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
@@ -189,13 +188,16 @@ def check_range(policy: Policy, dtype: jnp.dtype) -> None:
             )
 
 
-def check_policy(policy: Policy, config: RunConfig, recipe: Recipe) -> None:
+def check_policy(policy: Policy, config: RunConfig) -> None:
     """What the settings ask of the model."""
     check_range(policy, jnp.dtype(config.compute_dtype))
     # for its refusals
     jax.eval_shape(
         lambda p: trainer_policy(
-            p, recipe, jnp.dtype(config.compute_dtype), config.precision.backend
+            p,
+            config.resolved_recipe,
+            jnp.dtype(config.compute_dtype),
+            config.precision.backend,
         ),
         policy,
     )

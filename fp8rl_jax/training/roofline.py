@@ -42,7 +42,7 @@ from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import EXPERT_LINEARS, LINEARS, matrix_parameters, tensor_specs
-from fp8rl_jax.parallel import DEFAULT_RULES, batch_shards
+from fp8rl_jax.parallel import DECODE_RULES, batch_shards, scale_spec
 from fp8rl_jax.parallel.mesh import AXES, axes_text
 from fp8rl_jax.training.checks import check_mesh
 from fp8rl_jax.training.performance import attention_flops, update_flops
@@ -223,16 +223,18 @@ def _routed(shape: PolicyConfig, tokens: float, experts: int, width: int) -> flo
 def _gathered(shape: PolicyConfig, weight: TensorFormat, sizes: dict[str, int]) -> float:
     """Bytes that a device sends to gather over tensor, at each product, the FP8 linears of which
     devices would share a block: kernels multiply these whole."""
-    held, tensor, specs = 0.0, sizes["tensor"], tensor_specs(shape)
+    held, mesh, specs = 0.0, abstract_mesh(sizes), tensor_specs(shape)
     for name in (*LINEARS, *EXPERT_LINEARS):
-        sides, axes = specs.get(f"layers.{name}", ((), ()))
-        blocks = zip(sides[-2:], axes[-2:], weight.block or (WHOLE, WHOLE), strict=False)
-        if any(
-            "tensor" in DEFAULT_RULES.mesh_axes(axis) and (block == WHOLE or side // tensor % block)
-            for side, axis, block in blocks
-        ):
+        if f"layers.{name}" not in specs:
+            continue
+        sides, axes = specs[f"layers.{name}"]
+        m, n = weight.block or (WHOLE, WHOLE)
+        block = (sides[-2] if m == WHOLE else m, sides[-1] if n == WHOLE else n)
+        blocks = (*sides[:-2], -(-sides[-2] // block[0]), -(-sides[-1] // block[1]))
+        spec = DECODE_RULES.spec(axes, sides, mesh, name)
+        if scale_spec(spec, sides, block, blocks, mesh) != spec:
             held += math.prod(sides) / (sizes["expert"] if "experts" in axes else 1)
-    return _ring(held, tensor)
+    return _ring(held, sizes["tensor"])
 
 
 def _sparse(shape: PolicyConfig) -> int:

@@ -266,7 +266,7 @@ class Session:
             _log.warning("settings that do nothing here: %s", "; ".join(unused))
         self.mesh, own = make_mesh(config.mesh), make_rollout_mesh(config.mesh)
         check_axes(config, policy.config, self.mesh)
-        check_policy(policy, config, self.recipe)
+        check_policy(policy, config)
         rollout = config.rollout
         self.sampling = make_sampling(config, policy, tokenizer)
         self.encoder = PromptEncoder(

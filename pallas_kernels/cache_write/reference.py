@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.qtensor import moved
 from pallas_kernels.quantize.reference import to_float8
@@ -52,13 +51,9 @@ def scatter(cache, new, row, slot):
     """
     rows, _, slots, _ = cache.shape
     inside = (row >= 0) & (row < rows) & (slot >= 0) & (slot < slots)
-    kind, place = cache.dtype, (jnp.where(inside, row, rows), slice(None), slot)
-    new, width = new.astype(kind), jnp.finfo(kind).bits
-    if width == 32:
-        return cache.at[place].set(new, mode="drop")
-    # as integers: to write single numbers of fewer bits XLA widens the whole cache on a CPU
-    cache, new = (lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}")) for x in (cache, new))
-    return lax.bitcast_convert_type(cache.at[place].set(new, mode="drop"), kind)
+    place = (jnp.where(inside, row, rows), slice(None), slot)
+    new = new.astype(cache.dtype)
+    return moved(lambda cache, new: cache.at[place].set(new, mode="drop"), cache, new)
 
 
 def move(cache, source, target):

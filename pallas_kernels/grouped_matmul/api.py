@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backend import Backend, check_pair, choose
 from pallas_kernels.grouped_matmul import reference
-from pallas_kernels.matmul import in_blocks, unserved
+from pallas_kernels.matmul import along, in_blocks, unserved
 from pallas_kernels.partition import on_mesh, partitioned
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.quantize import dequantize
@@ -47,22 +47,25 @@ def grouped_matmul(
     Raises:
         BackendError: a backend asked for by name cannot serve the call, or none multiplies these
             two formats.
-        ValueError: shapes do not belong together, or an axis has length 0.
+        ValueError: shapes do not belong together, an axis has length 0, or `over` is another axis.
     """
-    as_stored, w = w, w if over == -1 else w.T
+    as_stored, w = w, along(over, "grouped_matmul", w)
     chosen = choose("grouped_matmul", backend, unserved(x, w, (HOPPER_BLOCK,)))
     groups = len(w.values)
-    expected: dict[str, tuple[int, ...]] = {"group_sizes": (groups,)}
-    given = {"group_sizes": group_sizes.shape}
+    n, k = w.shape[1:]
+    expected: dict[str, tuple[int, ...]] = {
+        "group_sizes": (groups,),
+        "x": (len(x.values), k),
+    }
+    given = {"group_sizes": group_sizes.shape, "x": x.shape}
     if in_blocks(x, w) and x.format.by_row:
-        (n, k), block = w.shape[1:], w.block
+        block = w.block
         blocks = (-(-n // block[0]), -(-k // block[1]))
         expected |= {
-            "x": (len(x.values), k),
             "x_scales": (len(x.values), blocks[1]),
             "w_scales": (groups, *blocks),
         }
-        given |= {"x": x.shape, "x_scales": x.scales.shape, "w_scales": w.scales.shape}
+        given |= {"x_scales": x.scales.shape, "w_scales": w.scales.shape}
         check_pair("grouped_matmul", chosen, x.values.dtype, w.values.dtype)
     if wrong := _wrong(given, expected):
         raise ValueError(f"grouped_matmul: for w {w.shape} in blocks {w.block}, {wrong}")

@@ -1,4 +1,5 @@
 from pallas_kernels.matmul.api import (
+    along,
     blockwise_matmul,
     blockwise_matmuls,
     blockwise_outer_product,
@@ -14,6 +15,7 @@ from pallas_kernels.matmul.reference import flatten_many_rows
 
 __all__ = [
     "Panels",
+    "along",
     "blockwise_matmul",
     "blockwise_matmuls",
     "blockwise_outer_product",

@@ -94,9 +94,10 @@ def blockwise_matmul(
     Raises:
         BackendError: a backend asked for by name cannot serve the call, or none multiplies these
             two formats.
-        ValueError: scale shapes do not belong to the operands, or an axis has length 0.
+        ValueError: shapes of operands or scales do not belong together, an axis has length 0, or
+            `over` is another axis.
     """
-    turned = w if over == -1 else w.T
+    turned = along(over, "blockwise_matmul", w)
     if _checked(x, turned, backend) == "reference":
         return reference.matmul(x, w, over, out_dtype, partial(dequantize, backend=backend))
     w = turned
@@ -168,6 +169,11 @@ def blockwise_matmuls(
 def _checked(x: QTensor, w: QTensor, backend: Backend) -> str:
     """The backend of a product, whose operands fit each other."""
     chosen = choose("blockwise_matmul", backend, unserved(x, w, HOPPER_BLOCKS))
+    if x.shape[-1] != w.shape[-1]:
+        raise ValueError(
+            f"blockwise_matmul: cannot sum over {x.shape[-1]} numbers of x {x.shape} and "
+            f"{w.shape[-1]} of w {w.shape}"
+        )
     if in_blocks(x, w) and x.format.by_row:
         (n, k), block = w.shape, w.block
         blocks = (-(-n // block[0]), -(-k // block[1]))
@@ -182,6 +188,17 @@ def _checked(x: QTensor, w: QTensor, backend: Backend) -> str:
     if 0 in (*x.shape, *w.shape):
         raise ValueError(f"blockwise_matmul: nothing to multiply in x {x.shape} and w {w.shape}")
     return chosen
+
+
+def along(over: int, operation: str, w: QTensor) -> QTensor:
+    """The weight with the axis last that a product sums over.
+
+    Raises:
+        ValueError: it is none of the two.
+    """
+    if over not in (-1, -2):
+        raise ValueError(f"{operation}: over={over!r} is no axis of a product; use -1 or -2")
+    return w if over == -1 else w.T
 
 
 def in_blocks(x: QTensor, w: QTensor) -> bool:

@@ -156,6 +156,18 @@ def test_scales_that_do_not_belong_to_the_operands(spoil, unchecked_shapes):
         blockwise_matmul(*arguments[spoil])
 
 
+def test_operands_that_do_not_belong_together(unchecked_shapes):
+    """Sizes within one block have scales of equal shapes."""
+    x, w = (
+        quantize_blocks(operands(4, 8, 16)[0]),
+        quantize_blocks(operands(4, 8, 20)[1], (128, 128)),
+    )
+    with pytest.raises(ValueError, match=r"16 numbers of x \(4, 16\) and 20 of w \(8, 20\)"):
+        blockwise_matmul(x, w)
+    with pytest.raises(ValueError, match="over=1 is no axis of a product; use -1 or -2"):
+        blockwise_matmul(x, w, over=1)
+
+
 @pytest.mark.parametrize("left", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn])
 @pytest.mark.parametrize("right", [jnp.float8_e5m2, jnp.float4_e2m1fn])
 def test_pairs_of_formats(left, right):

@@ -17,6 +17,7 @@ import pytest
 from pallas_kernels import BackendError, KeyValues, decode_attention, native
 from pallas_kernels.attention import cpu as attention
 from pallas_kernels.backend import resolve
+from pallas_kernels.cache_write import scatter
 from pallas_kernels.check.cases import cases_of, difference
 from pallas_kernels.decode_attention import cpu as decode
 from pallas_kernels.matmul import Panels, dot, pack
@@ -302,12 +303,16 @@ def test_8_bit_numbers_are_moved_as_their_bits():
     def write(cache, new):
         return moved(lambda cache, new: cache.at[at].set(new), cache, new)
 
+    def write_tokens(cache, new):
+        return scatter(cache.reshape(3, 1, 2, 8), new[:, None], at // 2, at % 2)
+
     def read(cache):
         return moved(lambda cache: cache[at], cache)
 
-    for run, arrays in ((write, (codes, new)), (read, (codes,))):
+    for run, *arrays in ((write, codes, new), (write_tokens, codes, new), (read, codes)):
         program = jax.jit(run).lower(*arrays).compile()
         assert "u8[" in program.as_text() and "f16[" not in program.as_text()
+    assert same(write_tokens(codes, new).reshape(6, 8), write(codes, new))
     assert same(write(codes, new)[at], new) and same(read(codes), codes[at])
     wide = codes.astype(jnp.float32)
     assert same(jax.jit(read)(wide), wide[at])

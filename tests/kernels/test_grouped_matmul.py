@@ -159,6 +159,10 @@ def test_wrong_calls_are_refused(unchecked_shapes):
         grouped_matmul(*quantized, jnp.array([2, 1, 1], jnp.int32))
     with pytest.raises(ValueError, match=r"x_scales \(4, 2\) must be \(4, 1\)"):
         grouped_matmul(replace(x, scales=jnp.ones((4, 2))), w, sizes)
+    with pytest.raises(ValueError, match=r"x \(4, 12\) must be \(4, 16\)"):
+        grouped_matmul(quantize_blocks(jnp.ones((4, 12))), w, sizes)
+    with pytest.raises(ValueError, match="grouped_matmul: over=0 is no axis of a product"):
+        grouped_matmul(*quantized, sizes, over=0)
     with pytest.raises(BackendError, match="hopper backend"):
         grouped_matmul(*quantized, sizes, backend="hopper")
     with pytest.raises(ValueError, match=r"dy_scales \(2, 8\) must be \(1, 8\)"):

@@ -172,7 +172,7 @@ def test_other_families_have_no_latents_and_vllm_is_refused():
     policy = jax.eval_shape(lambda key: init_policy(DEEPSEEK, key), jax.random.key(0))
     with pytest.raises(UserError, match="rollout.engine = 'vllm': a DeepseekV3ForCausalLM has"):
         vllm = RunConfig(rollout=RolloutConfig(engine="vllm"))
-        check_policy(policy, vllm, get_recipe("bf16"))
+        check_policy(policy, vllm)
 
 
 LINEARS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
