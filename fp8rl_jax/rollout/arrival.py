@@ -23,7 +23,7 @@ float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -40,6 +40,8 @@ from pallas_kernels.qtensor import from_bits, to_bits
 
 PLACES = 16_384
 """Of each tensor."""
+ENTRIES = 8
+"""Of each stack, about, that are quantized once more to find what a saved form keeps of them."""
 DEAF = 0.5
 """Part of the update that arrives below which a policy counts as deaf to it."""
 JUMP = 4.0
@@ -54,6 +56,20 @@ class Start(NamedTuple):
 
     masters: Sample
     served: Sample
+
+
+class Began(NamedTuple):
+    """What a tensor was at the start, at the places.
+
+    Attributes:
+        at: the places, as an index.
+        values: float32.
+        stands_for: values, each of these.
+    """
+
+    at: tuple[np.ndarray | Array, ...]
+    values: np.ndarray
+    stands_for: float
 
 
 class Arrival:
@@ -99,15 +115,24 @@ class Arrival:
         found = _metrics(np.sum([*sums.values()], axis=0))
         return {f"sync/{name}": np.float32(value) for name, value in found.items()}
 
-    def kept(self, masters: Policy, dtype: str) -> float:
-        """Find what part of the update would arrive in `dtype`, nothing quantized.
+    def began(self, path: str, index: tuple[int, ...]) -> Began | None:
+        """Find what a stack, or one entry of it, was at the start; None: it is not trained, or
+        nothing was served yet.
 
-        NaN before there is an update.
+        Args:
+            path: as of `parameter_shapes`.
+            index: of the entry; () is all of it.
         """
-        if self.start is None:
-            return math.nan
-        now, _ = to_host(_sampled(masters, masters, self._places))
-        return kept(self.start.masters, now, dtype, self._stands_for)
+        name = path.removeprefix("layers.").removesuffix(".weight")
+        if self.start is None or name not in self.start.masters:
+            return None
+        at, values = self._places[name], self.start.masters[name]
+        if index or not path.startswith("layers."):
+            entry = index[0] if index else 0
+            at, values = tuple(x[entry] for x in at), values[entry]
+        else:
+            at = (np.arange(len(values))[:, None], *at)
+        return Began(at, values, self._stands_for[name])
 
     def saved(self, masters: Policy) -> Start:
         """Give what a checkpoint holds; NaN, in its shapes, where there is no start yet."""
@@ -148,48 +173,61 @@ class Arrival:
             self._stands_for[name] = size / flat.shape[1]
 
 
-def kept(before: Sample, after: Sample, dtype: str, weights: Mapping[str, float] = {}) -> float:
-    """Find what part of the change of some tensors arrives where they are rounded to `dtype`.
+class SavedSample:
+    """What part of an update a saved form keeps, counted as an export reads its tensors
+    (`weights.gathered.See`): what the form holds of some entries now less what it would hold of
+    them as they were at the start.
 
     Args:
-        before, after: float32 by name.
-        dtype: a float dtype of 16 bits or more.
-        weights: of each tensor's sums; default 1.
+        stored: from the path of a stack and values of it to what is read from the form, float32.
+        quantized: paths of which `stored` takes whole entries; of others it takes any values.
+        arrival: knows the start of weights that are trained themselves; of others it is the base of
+            their adapters.
     """
 
-    def rounded(x: np.ndarray) -> np.ndarray:
-        return x.astype(jnp.dtype(dtype)).astype(np.float32)
+    def __init__(
+        self,
+        stored: Callable[[str, np.ndarray], np.ndarray],
+        quantized: Collection[str],
+        arrival: Arrival,
+    ) -> None:
+        self._stored, self._quantized, self._arrival = stored, quantized, arrival
+        self._sums = np.zeros(6)
 
-    sums = [
-        weights.get(name, 1.0) * _sums(after[name] - x, rounded(after[name]) - rounded(x))
-        for name, x in before.items()
-    ]
-    return _metrics(np.sum(sums, axis=0))["arrived"]
+    def see(
+        self,
+        path: str,
+        entries: int,
+        index: tuple[int, ...],
+        base: np.ndarray | None,
+        value: np.ndarray,
+    ) -> None:
+        """Take an entry of a stack: its value, and its base where it has an adapter."""
+        every = max(entries // ENTRIES, 1) if index else 1
+        if index and index[0] % every:
+            return
+        if base is None:
+            began = self._arrival.began(path, index)
+            if began is None:
+                return
+        else:
+            stride = max(base.size // (16 * PLACES), 1)
+            at = np.unravel_index(np.arange(0, base.size, stride), base.shape)
+            began = Began(at, np.asarray(base[at], np.float32), stride)
+        at, before, weight = began
+        after = np.asarray(value[at], np.float32)
+        if path in self._quantized:
+            if base is None:
+                base = np.array(value)
+                base[at] = before
+            stored = [self._stored(path, x)[at] for x in (base, value)]
+        else:
+            stored = [self._stored(path, x) for x in (before, after)]
+        self._sums += every * weight * _sums(after - before, stored[1] - stored[0])
 
-
-class MergedSample:
-    """Values of adapted stacks before and after their adapters are merged, taken as these are read
-    (`weights.gathered.See`)."""
-
-    def __init__(self) -> None:
-        self._found: tuple[dict[str, list[np.ndarray]], ...] = ({}, {})
-
-    def see(self, path: str, entries: int, base: np.ndarray, merged: np.ndarray) -> None:
-        """Take some values of the next entry of a stack: those of every so many in all of it."""
-        before, after = self._found
-        begin = len(before.get(path, ())) * base.size
-        stride = max(entries * base.size // (64 * PLACES), 1)
-        for sample, x in ((before, base), (after, merged)):
-            flat = np.asarray(x, np.float32).reshape(-1)
-            sample.setdefault(path, []).append(flat[-begin % stride :: stride].copy())
-
-    def kept(self, dtype: str) -> float:
-        """Find what part of the adapters arrives where the sum is rounded to `dtype`."""
-        before, after = (
-            {path: np.concatenate(parts) for path, parts in sample.items()}
-            for sample in self._found
-        )
-        return kept(before, after, dtype)
+    def arrived(self) -> float:
+        """Read the part that is kept, as `sync/arrived` counts it; NaN where nothing changed."""
+        return _metrics(self._sums)["arrived"]
 
 
 def _sums(masters: np.ndarray, served: np.ndarray) -> Float[np.ndarray, 6]:

@@ -72,7 +72,7 @@ from fp8rl_jax.parallel import (
 )
 from fp8rl_jax.precision import check_recipe, is_quantized, unlike_sides
 from fp8rl_jax.rollout.apart import ApartEngine
-from fp8rl_jax.rollout.arrival import MergedSample
+from fp8rl_jax.rollout.arrival import SavedSample
 from fp8rl_jax.rollout.engine import (
     PagedEngine,
     Prompts,
@@ -130,9 +130,11 @@ from fp8rl_jax.training.step import (
 from fp8rl_jax.training.stopping import deferred
 from fp8rl_jax.training.text import Text, TextRows
 from fp8rl_jax.weights.gathered import GatheredTensors
+from fp8rl_jax.weights.hf_directory import as_read
+from fp8rl_jax.weights.hf_names import hf_tensors
 from fp8rl_jax.weights.load import in_own_codes, rollout_form, write_model
 from fp8rl_jax.weights.peft_format import save_adapters
-from fp8rl_jax.weights.quantized_export import export_form
+from fp8rl_jax.weights.quantized_export import ExportForm, export_form
 
 _log = logging.getLogger("fp8rl")
 _RELEASED = "session: its state was released; give it one with load"
@@ -848,7 +850,7 @@ class Session:
                 not exported.
         """
         directory, dtype = Path(directory), dtype or self.config.compute_dtype
-        policy, adapted, arrives = self._kept, has_adapters(self._kept), 1.0
+        policy, adapted = self._kept, has_adapters(self._kept)
         if dtype == "rollout" and adapted:
             raise UserError(
                 "save: the rollout serves a base and adapters beside it; name a format, which "
@@ -858,13 +860,9 @@ class Session:
         saved = rollout_form(self.recipe, policy.config, compute) if dtype == "rollout" else dtype
         form = export_form(saved)
         source: Any = getattr(self.tokenizer, "directory", self.tokenizer)
-        if form is None and not adapted:
-            mantissas = [jnp.finfo(str(each)).nmant for each in (saved, compute)]
-            if mantissas[0] < mantissas[1] and self.engine.arrival is not None:
-                arrives = self.engine.arrival.kept(self.weights, str(saved))
         # the number that both sides quantize, or multiply
-        rounds = saved == compute or (form and self.recipe.weight_source == "compute")
-        sample = MergedSample() if form is None and adapted else None
+        rounds = saved == compute or bool(form and self.recipe.weight_source == "compute")
+        sample = self._saved_sample(saved, rounds)
         tensors = GatheredTensors(
             policy,
             masters=True,
@@ -880,8 +878,7 @@ class Session:
             trained = to_host(split(self.weights)[0])
         with shared_faults():
             if is_main_process():
-                if sample is not None:
-                    arrives = sample.kept(dtype)
+                arrives = math.nan if sample is None else sample.arrived()
                 if arrives < _KEPT:
                     _log.warning(
                         "%s: %.0f %% of what was learned since the start is left in %s, the rest "
@@ -902,6 +899,29 @@ class Session:
                         trained, where, policy.config, self.config.lora, self.config.model.path
                     )
         return directory
+
+    def _saved_sample(self, saved: str | ExportForm, rounds: bool) -> SavedSample | None:
+        """Give what finds how much of the update a saved form keeps; None: all of it.
+
+        Args:
+            saved: dtype or form.
+            rounds: to the compute dtype before it is quantized.
+        """
+        compute, form = jnp.dtype(self.config.compute_dtype), export_form(saved)
+        narrower = form or jnp.finfo(str(saved)).nmant < jnp.finfo(compute).nmant
+        if self.engine.arrival is None or not (narrower or has_adapters(self._kept)):
+            return None
+        located = {at.path: at for at in hf_tensors(self._kept.config).values()}
+        quantized = {path for path, at in located.items() if form and form.holds(at)}
+        # what is rounded at random arrives in the mean
+        nearest = rounds and self.recipe.weight_rounding == "nearest"
+
+        def stored(path: str, values: np.ndarray) -> np.ndarray:
+            if path in quantized and nearest:
+                values = values.astype(compute)
+            return as_read(located[path], values, saved)
+
+        return SavedSample(stored, quantized, self.engine.arrival)
 
     def checkpoint(self, directory: str | Path) -> None:
         """Write everything that `restore` needs to go on as if nothing had happened.

@@ -26,9 +26,9 @@ from fp8rl_jax.weights.hf_names import hf_tensors
 
 _Place = tuple[str, tuple[int, ...]]
 """Path of a parameter, and the entry of its stack; () is all of it."""
-See = Callable[[str, int, np.ndarray, np.ndarray], None]
-"""Called with the path of an adapted stack, its number of entries, and of each entry in its order
-the base, and the base with the adapter."""
+See = Callable[[str, int, tuple[int, ...], np.ndarray | None, np.ndarray], None]
+"""Called with the path of a stack, its number of entries, the index of one that is read, its base
+where it has an adapter, and what it is, the adapter added and before it is rounded."""
 
 
 class GatheredStack:
@@ -131,7 +131,7 @@ class GatheredTensors(Mapping[str, GatheredStack]):
         """One entry of a stack, on this process."""
         if self._held is None or self._held[0] != place:
             self._held = None  # before the next one
-            self._held = place, self._host(place[0], self._gather(place))
+            self._held = place, self._host(place, self._gather(place))
         return self._held[1]
 
     def _gather(self, place: _Place) -> Any:
@@ -143,15 +143,16 @@ class GatheredTensors(Mapping[str, GatheredStack]):
         weight = self._weights[path]
         return to_host(entry_of(weight, index[0], take_entry) if index else weight)
 
-    def _host(self, path: str, weight: Any) -> np.ndarray:
+    def _host(self, place: _Place, weight: Any) -> np.ndarray:
         """An entry as it is exported."""
-        value = unpacked(weight.base if isinstance(weight, Adapted) else weight)
+        path, index = place
+        value, base = unpacked(weight.base if isinstance(weight, Adapted) else weight), None
         if isinstance(weight, Adapted):
             base, value = value, added(value, weight.adapter)
-            if self._see is not None:
-                self._see(path, self[path].shape[0], base, value)
-            del base
         stack = self[path]
+        if self._see is not None:
+            self._see(path, stack.shape[0], index, base, value)
+        del base
         if self._trained(weight):
             value = value.astype(np.float32, copy=False)
         if self._compute is not None and stack.dtype == self._compute != value.dtype:

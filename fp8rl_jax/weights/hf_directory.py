@@ -42,6 +42,7 @@ from fp8rl_jax.weights.quantized_export import (
     quantization_config,
     quantized_kinds,
     quantized_tensors,
+    quantizer,
 )
 from fp8rl_jax.weights.safetensors_io import (
     INDEX_FILE,
@@ -525,6 +526,21 @@ def converted_tensors(
             continue
         scale = form.input_scale(location, name.removesuffix(".weight"))
         yield quantized_tensors(name, tensor, form) | scale
+
+
+def as_read(location: Location, source: np.ndarray, dtype: str | ExportForm) -> np.ndarray:
+    """Compute what a reader of an export gets of a tensor, float32.
+
+    Args:
+        location: of the tensor.
+        source: its values; of one that the form does not quantize, any of them.
+        dtype: as of `export_policy`.
+    """
+    form = export_form(dtype)
+    if form and form.holds(location):
+        return np.asarray(quantizer(form.format)(source).dequantize())
+    with np.errstate(over="ignore"):
+        return source.astype(export_dtype(location, dtype, source.dtype)).astype(np.float32)
 
 
 def export_dtype(location: Location, dtype: str | ExportForm, source: np.dtype) -> np.dtype:

@@ -27,9 +27,12 @@ from fp8rl_jax.models.policy import LINEARS, Layer, Policy, Weight, init_policy,
 from fp8rl_jax.precision import QuantizedWeight, dequantize, quantize
 from fp8rl_jax.precision.rounding import dither, dither_blocks, dither_inside, round_by_hash
 from fp8rl_jax.rollout import arrival
-from fp8rl_jax.rollout.arrival import Arrival, MergedSample, kept
+from fp8rl_jax.rollout.arrival import Arrival, SavedSample
 from fp8rl_jax.weights.gathered import GatheredTensors
+from fp8rl_jax.weights.hf_directory import as_read
 from fp8rl_jax.weights.hf_names import hf_tensors
+from fp8rl_jax.weights.load import load_policy, save_policy
+from fp8rl_jax.weights.quantized_export import export_form
 
 NAMES = ("changed", "arrived", "noise", "cosine")
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
@@ -154,8 +157,6 @@ def test_rounding_to_nearest_is_deaf_from_the_grid_and_hears_from_dithered_maste
     assert math.isnan(metrics["grid"]["sync/cosine"])  # nothing is served that has a direction
     assert metrics["dithered"]["sync/arrived"] == pytest.approx(1.0, abs=0.1)
     assert 0 < metrics["dithered"]["sync/cosine"] < 0.5 and metrics["dithered"]["sync/noise"] > 1
-    assert kept({"w": np.float32([1.0])}, {"w": np.float32([1.0 + 2**-9])}, "bfloat16") == 0.0
-    assert kept({"w": np.float32([1.0])}, {"w": np.float32([1.0 + 2**-9])}, "float32") == 1.0
 
 
 def test_the_seed_alone_fixes_the_dither_and_the_router_has_none():
@@ -225,17 +226,47 @@ def test_of_adapters_the_adapters_are_compared_and_merged_ones_with_their_base()
     found = follows.see(now, served(now))
     # b begins at 0, from where bfloat16 rounds nothing away
     assert found["sync/changed"] > 0.3 and follows.kinds["q_proj.b"]["arrived"] > 0.99
-    sample = MergedSample()
-    tensors = GatheredTensors(now, see=sample.see)
-    for at in hf_tensors(LLAMA).values():
-        tensors[at.path][at.index]
-    assert sample.kept("float32") == 1.0
-    assert sample.kept("bfloat16") < 0.3
+    assert saved_part(now, follows, "float32") == 1.0
+    assert saved_part(now, follows, "bfloat16") < 0.3
     # the shapes of merged weights, for an engine that serves these
     names = Arrival(merged=True).saved(now).masters
     assert set(names) == {*base.stack.tensors(), "embed_tokens", "norm"} | (
         {"lm_head"} if base.lm_head is not None else set()
     )
+
+
+def saved_part(policy, follows: Arrival, dtype: str) -> float:
+    """What part of the update an export to `dtype` keeps."""
+    located = {at.path: at for at in hf_tensors(policy.config).values()}
+    form = export_form(dtype)
+    quantized = {path for path, at in located.items() if form and form.holds(at)}
+    sample = SavedSample(lambda path, x: as_read(located[path], x, dtype), quantized, follows)
+    tensors = GatheredTensors(policy, see=sample.see)
+    for at in hf_tensors(policy.config).values():
+        tensors[at.path][at.index]
+    return sample.arrived()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8-block", "mxfp4"])
+def test_what_an_export_keeps_is_what_its_files_say(dtype, tmp_path):
+    """Of a start on the very grid, from where a small update leads nowhere, and of one beside it.
+
+    A block of MXFP4 whose largest number falls below a power of two has another scale."""
+
+    def read(policy) -> Policy:
+        files = save_policy(policy, tmp_path / str(len([*tmp_path.iterdir()])), dtype=dtype)
+        return jax.tree.map(lambda x: x.astype(jnp.float32), load_policy(files))
+
+    beside = init_policy(LLAMA, jax.random.key(0))
+    parts = []
+    for start, size in ((read(beside), 1e-6), (beside, 3e-3)):
+        now, follows = moved(start, size), Arrival()
+        assert math.isnan(saved_part(now, follows, dtype))
+        follows.see(start, start)
+        parts.append(saved_part(now, follows, dtype))
+        _, arrived, *_ = by_definition(start, now, read(start), read(now))
+        assert parts[-1] == pytest.approx(arrived, rel=0.05, abs=0.01)
+    assert (parts[0] > 5 if dtype == "mxfp4" else parts[0] < 0.1) and 0.5 < parts[1] < 2
 
 
 def test_what_a_checkpoint_holds_goes_on():

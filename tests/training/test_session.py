@@ -37,6 +37,7 @@ from fp8rl_jax.tasks.dataset import load_splits
 from fp8rl_jax.training.plan import memory_plan
 from fp8rl_jax.training.setup import build
 from fp8rl_jax.weights.hf_directory import load_policy_arrays
+from fp8rl_jax.weights.load import load_policy, save_policy
 
 SIZES = RUN["model"]["init"]
 PROMPTS = ["ab=", "cde=", "f="]
@@ -601,6 +602,23 @@ def test_what_is_saved_is_what_was_trained_or_it_is_said(tmp_path, caplog):
         assert ("adapters beside it" in line) == ("lora.rank" in settings)
     saved = load_policy_arrays(session_of().save(tmp_path / "whole"))[1]
     assert {x.dtype for x in saved.values()} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize("settings", [{"compute_dtype": "float32"}, {"lora.rank": 2}])
+def test_a_save_in_the_checkpoint_s_own_few_bits_says_what_it_loses(settings, tmp_path, caplog):
+    """A base on the grid of what is saved: adapters that are merged into it are rounded away."""
+    policy, tokenizer = fp8rl.byte_policy(**SIZES)
+    base = load_policy(save_policy(policy, tmp_path / "base", dtype="fp8-block"))
+    small = {"samples_per_prompt": 4, "max_new_tokens": 6, "learning_rate": 1e-6}
+    session = fp8rl.Session(base, tokenizer, warmup_steps=0, **small, **settings)
+    for changed in (False, True):
+        caplog.clear()
+        session.save(tmp_path / "out", "fp8-block")
+        lines = [line for line in caplog.messages if "was learned since the start" in line]
+        assert len(lines) == changed
+        rollout = session.rollout(PROMPTS)
+        session.update(rollout, rewards_of(rollout))
+    assert int(lines[0].removeprefix(f"{tmp_path / 'out'}: ").split(" %")[0]) < 10
 
 
 def test_what_the_rollout_serves_is_saved_in_its_own_form(tmp_path, caplog):
