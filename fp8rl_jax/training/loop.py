@@ -160,7 +160,6 @@ class Loop:
             config.compute_dtype,
             reward_log(setup),
             self.supervised,
-            adapted=config.lora.rank > 0,
         )
         # where the arrays are, whoever has found it: -1 and a launcher's count are no answer
         self.settings = setup.fingerprint() | {"mesh": mesh_text(self.session.mesh)}

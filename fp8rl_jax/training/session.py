@@ -129,6 +129,7 @@ from fp8rl_jax.training.step import (
 )
 from fp8rl_jax.training.stopping import deferred
 from fp8rl_jax.training.text import Text, TextRows
+from fp8rl_jax.training.watch import ArrivalWatch
 from fp8rl_jax.weights.gathered import GatheredTensors
 from fp8rl_jax.weights.hf_directory import as_read
 from fp8rl_jax.weights.hf_names import hf_tensors
@@ -270,6 +271,7 @@ class Session:
         check_axes(config, policy.config, self.mesh)
         check_policy(policy, config)
         rollout = config.rollout
+        self._arrivals = ArrivalWatch(config.compute_dtype, config.lora.rank > 0)
         self.sampling = make_sampling(config, policy, tokenizer)
         self.encoder = PromptEncoder(
             tokenizer,
@@ -600,7 +602,9 @@ class Session:
             oldest = behind + metrics.get("rollout/oldest_token", 0.0)
             metrics |= {"rollout/stale_tokens": 1.0, "rollout/oldest_token": oldest}
         metrics |= self.serving.metrics()
-        return {name: float(value) for name, value in to_host(metrics).items()}
+        found = {name: float(value) for name, value in to_host(metrics).items()}
+        self._arrivals.see(self.step - 1, found)
+        return found
 
     @_on_mesh
     def supervise(

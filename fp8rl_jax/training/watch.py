@@ -1,6 +1,6 @@
 """What a person must be told while a run goes on: skipped updates, failed rewards, groups that
-teach nothing, sides that disagree, updates that do not arrive; and what is counted of its
-stability."""
+teach nothing, sides that disagree; what is counted of its stability; and, of a session that no run
+surrounds, too, updates that do not arrive."""
 
 from __future__ import annotations
 
@@ -134,6 +134,59 @@ class Stability:
         return median > self._first + SPIKE * spread or median > best + SPIKE * spread_of_best
 
 
+class ArrivalWatch:
+    """Says when updates do not arrive at the policy that is served.
+
+    Args:
+        compute_dtype: of the session, for the message.
+        adapted: whether adapters are what is trained.
+    """
+
+    def __init__(self, compute_dtype: str = "bfloat16", adapted: bool = False):
+        self._dtype, self._adapted = compute_dtype, adapted
+        self._deaf, self._jumped = 0, False
+
+    def see(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take one step's sync/*, where it has any."""
+        # not a number before the masters have moved
+        arrived = metrics.get("sync/arrived", 1.0)
+        self._deaf = self._deaf + 1 if arrived < DEAF else 0
+        if self._deaf == _DEAF_STEPS:
+            _log.warning(
+                "step %d: %.0f %% of the update since the start has reached the policy that is "
+                "served (sync/arrived), and %.2g times as much noise (sync/noise): weights move by "
+                "less than half a step of %s, and rounding leaves them where they were; %s or a "
+                "larger optimizer.learning_rate (said once, until it is above %g)",
+                step,
+                100 * arrived,
+                metrics["sync/noise"],
+                *self._deaf_to(),
+                DEAF,
+            )
+        if arrived > JUMP and not self._jumped:
+            self._jumped = True
+            _log.warning(
+                "step %d: the policy that is served has moved by %.2g times the update since the "
+                "start (sync/arrived): weights of a bfloat16 checkpoint that lie on the border of "
+                "two numbers of the format cross it at once, whatever the learning rate; where "
+                'both sides quantize the float32 masters, model.dither = "auto" takes them off it '
+                "(said once; it is a smaller part with every update)",
+                step,
+                arrived,
+            )
+
+    def _deaf_to(self) -> tuple[str, str]:
+        """The grid that an update does not leave, and what to do."""
+        if self._dtype == "float32":
+            return "the format that they are quantized to", (
+                "where the checkpoint was quantized in it, use a recipe that has weights in it on "
+                "both sides, with model.dither"
+            )
+        if self._adapted:  # merged into a base of 16 bits
+            return self._dtype, 'set compute_dtype = "float32"'
+        return self._dtype, 'set model.dither = "auto", compute_dtype = "float32"'
+
+
 class Watch:
     """Reads each step's metrics, warns, and stops a run that no longer learns.
 
@@ -144,7 +197,6 @@ class Watch:
         compute_dtype: of the run, for the message.
         log: where what rewards print stands, for the message.
         supervised: whether the loss is one that training lowers.
-        adapted: whether adapters are what is trained.
     """
 
     def __init__(
@@ -154,7 +206,6 @@ class Watch:
         compute_dtype: str = "bfloat16",
         log: object = "rewards.log",
         supervised: bool = False,
-        adapted: bool = False,
     ):
         self._abort_after, self._checkpoints, self._log = (
             trainer.abort_after_skips,
@@ -162,10 +213,9 @@ class Watch:
             log,
         )
         self._abort_after_failed = min(trainer.abort_after_failed_rewards, trainer.steps)
-        self._dtype, self._adapted = compute_dtype, adapted
+        self._dtype = compute_dtype
         self._skipped = self._in_a_row = self._failed_in_a_row = 0
-        self._warned_constant, self._apart, self._deaf = False, 0, 0
-        self._jumped = False
+        self._warned_constant, self._apart = False, 0
         self._stability = Stability(supervised)
 
     @property
@@ -250,32 +300,6 @@ class Watch:
                 apart,
                 ALARM,
             )
-        # not a number before the masters have moved
-        arrived = metrics.get("sync/arrived", 1.0)
-        self._deaf = self._deaf + 1 if arrived < DEAF else 0
-        if self._deaf == _DEAF_STEPS:
-            _log.warning(
-                "step %d: %.0f %% of the update since the start has reached the policy that is "
-                "served (sync/arrived), and %.2g times as much noise (sync/noise): weights move by "
-                "less than half a step of %s, and rounding leaves them where they were; %s or a "
-                "larger optimizer.learning_rate (said once, until it is above %g)",
-                step,
-                100 * arrived,
-                metrics["sync/noise"],
-                *self._deaf_to(),
-                DEAF,
-            )
-        if arrived > JUMP and not self._jumped:
-            self._jumped = True
-            _log.warning(
-                "step %d: the policy that is served has moved by %.2g times the update since the "
-                "start (sync/arrived): weights of a bfloat16 checkpoint that lie on the border of "
-                "two numbers of the format cross it at once, whatever the learning rate; where "
-                'both sides quantize the float32 masters, model.dither = "auto" takes them off it '
-                "(said once; it is a smaller part with every update)",
-                step,
-                arrived,
-            )
         return found
 
     def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -283,17 +307,6 @@ class Watch:
         tenth."""
         for row in rows:
             self._stability.see(row)
-
-    def _deaf_to(self) -> tuple[str, str]:
-        """The grid that an update does not leave, and what to do."""
-        if self._dtype == "float32":
-            return "the format that they are quantized to", (
-                "where the checkpoint was quantized in it, use a recipe that has weights in it on "
-                "both sides, with model.dither"
-            )
-        if self._adapted:  # merged into a base of 16 bits
-            return self._dtype, 'set compute_dtype = "float32"'
-        return self._dtype, 'set model.dither = "auto", compute_dtype = "float32"'
 
     def _advice(self, roles: list[str]) -> str:
         if self._dtype != "float16" or "loss" not in roles:

@@ -544,10 +544,10 @@ def test_what_is_saved_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "jet-rl"])
-def test_updates_arrive_and_the_first_policy_is_the_checkpoint(recipe):
+def test_updates_arrive_and_the_first_policy_is_the_checkpoint(recipe, caplog):
     """By dithered masters, and by stochastic rounding of both sides alike: updates of less than half
-    a step, from weights on the grid of bfloat16, as every checkpoint has them. Exact mode stays
-    exact."""
+    a step, from weights on the grid of bfloat16, as every checkpoint has them; without these it is
+    said. Exact mode stays exact."""
     policy, tokenizer = fp8rl.byte_policy(**SIZES)
     policy = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), policy)
     first, arrived = [], []
@@ -568,14 +568,17 @@ def test_updates_arrive_and_the_first_policy_is_the_checkpoint(recipe):
             backend="reference",
             **how,
         )
-        for _ in range(2):
+        caplog.clear()
+        for _ in range(3):
             rollout = session.rollout(PROMPTS)
             first.append((rollout.texts, rollout.logprobs))
             metrics = session.update(rollout, rewards_of(rollout))
             assert metrics["mismatch/logprob_abs_diff_max"] == 0.0
         arrived.append(metrics["sync/arrived"])
+        said = [line for line in caplog.messages if "has reached the policy that is served" in line]
+        assert len(said) == (how == {"model.dither": False})
         assert session.arrival["embed_tokens"]["noise"] > 0
-    for dithered in (first[2], first[4]):
+    for dithered in (first[3], first[6]):
         assert first[0][0] == dithered[0]
         for one, other in zip(first[0][1], dithered[1], strict=True):
             np.testing.assert_array_equal(one, other)

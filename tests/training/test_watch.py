@@ -10,7 +10,7 @@ import pytest
 from fp8rl_jax.config.training import TrainerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.tasks.scores import Scores
-from fp8rl_jax.training.watch import LEAST, SPIKE, Stability, Watch, middle
+from fp8rl_jax.training.watch import LEAST, SPIKE, ArrivalWatch, Stability, Watch, middle
 
 
 def metrics(skipped: float = 0.0, constant: float = 0.0, **flags: float) -> dict[str, float]:
@@ -29,13 +29,11 @@ def scores(failed: int = 0, first_error: str = "ZeroDivisionError: x") -> Scores
     )
 
 
-def watch_of(
-    skips: int = 9, rewards: int = 9, steps: int = 100, dtype: str = "bfloat16", **what: bool
-) -> Watch:
+def watch_of(skips: int = 9, rewards: int = 9, steps: int = 100, dtype: str = "bfloat16") -> Watch:
     trainer = TrainerConfig(
         steps=steps, abort_after_skips=skips, abort_after_failed_rewards=rewards
     )
-    return Watch(trainer, "run/checkpoints", dtype, "run/rewards.log", **what)
+    return Watch(trainer, "run/checkpoints", dtype, "run/rewards.log")
 
 
 GOOD = scores()
@@ -104,33 +102,33 @@ def test_sides_that_disagree_twice_are_said_once_and_again_once_they_had_agreed(
 
 
 def test_a_policy_that_does_not_hear_its_updates_is_said_with_cause_and_remedies(caplog):
-    watch = watch_of()
+    watch = ArrivalWatch()
     #          deaf from step 2 to 5, said at 4; and again from 7 on, said at 9
     series = (math.nan, 0.9, 0.1, 0.12, 0.13, 0.2, 0.6, 0.1, 0.1, 0.1, 0.1)
     for step, arrived in enumerate(series):
-        watch.see(step, metrics() | {"sync/arrived": arrived, "sync/noise": 1.2}, GOOD)
+        watch.see(step, {"sync/arrived": arrived, "sync/noise": 1.2})
     said = [line for line in caplog.messages if "sync/arrived" in line]
     assert [line.partition(":")[0] for line in said] == ["step 4", "step 9"]
     assert "13 % of the update since the start has reached the policy that is served" in said[0]
     assert "half a step of bfloat16" in said[0] and 'model.dither = "auto"' in said[0]
     caplog.clear()
-    watch = watch_of(adapted=True)  # what is not there for adapters is not advised
+    watch = ArrivalWatch(adapted=True)  # what is not there for adapters is not advised
     for step in range(3):
-        watch.see(step, metrics() | {"sync/arrived": 0.1, "sync/noise": 1.2}, GOOD)
+        watch.see(step, {"sync/arrived": 0.1, "sync/noise": 1.2})
     (said,) = [line for line in caplog.messages if "sync/arrived" in line]
     assert 'set compute_dtype = "float32" or a larger' in said and "dither" not in said
     caplog.clear()
-    watch = watch_of(dtype="float32")
+    watch = ArrivalWatch("float32")
     for step in range(3):
-        watch.see(step, metrics() | {"sync/arrived": 0.1, "sync/noise": 1.2}, GOOD)
+        watch.see(step, {"sync/arrived": 0.1, "sync/noise": 1.2})
     (said,) = [line for line in caplog.messages if "sync/arrived" in line]
     assert "format that they are quantized to" in said and "on both sides" in said
 
 
 def test_a_first_sync_that_serves_many_times_the_update_is_said_once(caplog):
-    watch = watch_of(dtype="float32")
+    watch = ArrivalWatch("float32")
     for step, arrived in enumerate((math.nan, 3.9, 7.1, 64.0, 1.2)):
-        watch.see(step, metrics() | {"sync/arrived": arrived, "sync/noise": 190.0}, GOOD)
+        watch.see(step, {"sync/arrived": arrived, "sync/noise": 190.0})
     (said,) = [line for line in caplog.messages if "sync/arrived" in line]
     assert said.startswith("step 2: the policy that is served has moved by 7.1 times the update")
     assert "border of two numbers" in said and 'model.dither = "auto"' in said
