@@ -1338,6 +1338,7 @@ ELSEWHERE = {
     "smollm2_largest": "the largest of three numbers",
     "smollm2_rate": "sums, at a third of the learning rate for 20 steps",
     "smollm2_sgd": "sums, by SGD",
+    "smollm2_off_grid": "sums, from weights that lie on no 4-bit grid",
 }
 """Ablations of the same question, and what they change."""
 

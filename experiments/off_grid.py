@@ -58,8 +58,8 @@ def beside(policy: Policy, sigma: float) -> Policy:
     keys = jax.random.split(jax.random.key(0), len(leaves))
 
     def moved(x: jax.Array, key: Any) -> jax.Array:
-        if x.ndim < 2 or min(x.shape[-2:]) < GROUP:  # norms, stacked too
-            return x
+        if x.ndim < 3 and x.shape[0] != policy.config.vocab_size:
+            return x  # a norm
         return x * (1 + sigma * jax.random.normal(key, x.shape, jnp.float32))
 
     return tree.unflatten([moved(x, key) for x, key in zip(leaves, keys, strict=True)])

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tomli_w
+from tiny_models import LLAMA
 from tiny_run import LEARNS, write_run
 
 from experiments.arrival import SERVED, Arguments, main, of_one_code, run
+from experiments.off_grid import GROUP, beside, on_grid
 from fp8rl_jax.ablation.record import behaviour_mark
+from fp8rl_jax.models.policy import init_policy
 
 
 def test_runs_get_the_present_mark_where_the_code_behaved_alike():
@@ -88,3 +94,23 @@ def test_the_study_goes_on_from_what_it_has_and_serves_the_masters_in_four_ways(
     assert len(json.loads((tmp_path / "ablation.json").read_text())["arms"]) == 2
     assert main(["--ablation", "study.toml", "--arms", "none", "--output", "results.json"]) == 2
     assert "--arms: none: none of the ablation's" in capsys.readouterr().err
+
+
+def test_a_start_beside_the_4_bit_grid():
+    """Linears whose groups of 32 have 15 values, and the same ones moved; norms stay."""
+
+    def few_values(x: jax.Array) -> jax.Array:
+        if x.ndim < 3:
+            return x
+        groups = x.reshape(*x.shape[:-1], -1, GROUP)
+        step = jnp.abs(groups).max(-1, keepdims=True) / 7
+        return (jnp.round(groups / step) * step).reshape(x.shape)
+
+    plain = init_policy(LLAMA, jax.random.key(0))
+    start = jax.tree.map(few_values, plain)
+    moved = beside(start, 0.03)
+    assert (on_grid(plain), on_grid(start), on_grid(moved)) == (0.0, 1.0, 0.0)
+    for one, other in zip(jax.tree.leaves(start), jax.tree.leaves(moved), strict=True):
+        wide = one.ndim > 2 or len(one) == LLAMA.vocab_size
+        factor = np.std(np.asarray(other / one)[np.asarray(one) != 0])
+        assert 0.02 < factor < 0.04 if wide else factor == 0
