@@ -43,11 +43,17 @@ DEVICES = (
     ),
     (
         "B200",
-        "plain XLA; mxfp8 by its product of scaled operands, FP8 in blocks dequantized",
-        "the product of mxfp8 was compiled; nothing ran",
+        "plain XLA; mxfp8, and FP8 in blocks whose scales are powers of two, by its product of "
+        "scaled operands, other FP8 dequantized",
+        "these products were compiled; nothing ran",
     ),
     (
-        "A100, L4, RTX 4090",
+        "L4, RTX 4090",
+        "as on a B200, but that products of scaled operands are made in 16 bits",
+        "not run",
+    ),
+    (
+        "A100",
         "plain XLA: FP8 in blocks is multiplied dequantized",
         "not run",
     ),

@@ -190,7 +190,7 @@ class Compute:
         self, weights: Float[Array, "b t k"], out: Float[Array, "b t k hidden"]
     ) -> Float[Array, "b t hidden"]:
         """Sum the experts' outputs with their weights, float32."""
-        return jnp.einsum("btk,btkh->bth", weights, out.astype(jnp.float32))
+        return jnp.einsum("btk,btkh->bth", weights, out.astype(jnp.float32), precision="highest")
 
     def softmax_terms(
         self, logits: Float[Array, "*b vocab"], temperature: float | Float[Array, ""]
@@ -233,10 +233,13 @@ class Compute:
         Args:
             group_sizes: of rows that are sorted by group, each with its group's part of `w`; rows
                 behind the last group give zero.
-            out_dtype: what an exact product is rounded to; else the result is float32.
+            out_dtype: that of the computation, which an exact product is rounded to; else the
+                result is float32.
         """
         assert not isinstance(w, Integers)
-        return dot(x, w) if group_sizes is None else grouped_dot(x, w, group_sizes)
+        if group_sizes is None:
+            return dot(x, w, out_dtype)
+        return grouped_dot(x, w, group_sizes, -1, out_dtype)
 
     def quantized_product(
         self,

@@ -68,7 +68,7 @@ from pallas_kernels.grouped_matmul import dot as grouped_dot
 from pallas_kernels.matmul import Panels, selected_backend
 from pallas_kernels.qtensor import from_bits, to_bits
 from pallas_kernels.quantize import dequantize
-from pallas_kernels.rounding import rounded
+from pallas_kernels.rounding import full_precision, rounded
 
 Sizes = Int[Array, " groups"] | None
 """Rows of each group, where rows are sorted by group and each has its group's part of the weight;
@@ -440,19 +440,15 @@ def _unquantized_product(x, values, out_dtype, compute: Compute, group_sizes: Si
 def _summed_product(x: Float[Array, "*m k"], w: Float[Array, "n k"]) -> Float[Array, "*m n"]:
     """x w^T in x's dtype; in that, too, parts of it and of dX are added over devices. dW is float32
     as long as it is added."""
-    return jax.lax.dot_general(
-        x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=x.dtype
-    )
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, w, contract, full_precision(x), x.dtype)
 
 
 def _summed_backward(operands: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     (x, w), tokens = operands, tuple(range(dy.ndim - 1))
-    dx = jax.lax.dot_general(
-        dy, w, (((dy.ndim - 1,), (0,)), ((), ())), preferred_element_type=x.dtype
-    )
-    dw = jax.lax.dot_general(
-        dy, x, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32
-    )
+    contract, precision = (((dy.ndim - 1,), (0,)), ((), ())), full_precision(x)
+    dx = jax.lax.dot_general(dy, w, contract, precision, x.dtype)
+    dw = jax.lax.dot_general(dy, x, ((tokens, tokens), ((), ())), precision, jnp.float32)
     return dx, rounded(dw, w.dtype)
 
 
@@ -525,9 +521,9 @@ def _backward(out_dtype, compute, residuals, dy):
     fmt, rows = precision.output_gradient, dy.reshape(-1, dy.shape[-1])
     w, dw = weight.quantized if weight.turned is None else weight.turned, None
     if not fmt.quantized:
-        dx = _times(_float32(rows), dequantize(w, backend=backend), sizes)
+        dx = _times(_float32(rows), dequantize(w, backend=backend), sizes, like.dtype)
         if saved is not None:
-            dw = _outer_product(_float32(rows), _float32(_rows(saved)), sizes)
+            dw = _outer_product(_float32(rows), _float32(_rows(saved)), sizes, like.dtype)
     else:
         dyq, along = _gradient_operands(rows, precision, sizes, saved is not None, backend)
         inexact = Compute(backend, joins=compute.joins)
@@ -663,14 +659,18 @@ def _row_multiple(precision: LinearPrecision) -> int:
     return math.lcm(spread, *(format_of(fmt, (1, 1)).packed for fmt in formats))
 
 
-def _times(dy: Array, w: Array, sizes: Sizes) -> Array:
-    """dY [tokens, n] times W [..., n, k]."""
-    return dy @ w if sizes is None else grouped_dot(dy, w, sizes, -2)
+def _times(dy: Array, w: Array, sizes: Sizes, dtype: jnp.dtype) -> Array:
+    """dY [tokens, n] times W [..., n, k], a part of a computation in `dtype`."""
+    if sizes is None:
+        return jnp.matmul(dy, w, precision=full_precision(dy, dtype))
+    return grouped_dot(dy, w, sizes, -2, dtype)
 
 
-def _outer_product(dy: Array, x: Array, sizes: Sizes) -> Array:
+def _outer_product(dy: Array, x: Array, sizes: Sizes, dtype: jnp.dtype) -> Array:
     """dY^T X of all rows, or of each group."""
-    return dy.T @ x if sizes is None else outer_product(dy, x, sizes)
+    if sizes is None:
+        return jnp.matmul(dy.T, x, precision=full_precision(dy, dtype))
+    return outer_product(dy, x, sizes, dtype)
 
 
 def _constant(weight: QuantizedWeight) -> QuantizedWeight:

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.quantize.reference import on_grid
-from pallas_kernels.rounding import rounded
+from pallas_kernels.rounding import full_precision, rounded
 
 # from this many query-key pairs of a row on, attention is chunked unless the caller says otherwise
 CHUNK_FROM, CHUNK = 1024 * 1024, 128
@@ -138,6 +138,7 @@ def attend(
             which is another rounding of the tiles before the largest.
     """
     b, t, heads, dim = query.shape
+    precision = full_precision(_widen(query), out_dtype)
     scores, grouped = [], []
     for block in blocks:
         rows, kv_heads, slots, _ = block.keys.shape
@@ -148,6 +149,7 @@ def attend(
             "rqkgd,rksd->rkgqs",
             _widen(q),
             _widen(block.keys),
+            precision=precision,
             preferred_element_type=jnp.float32,
         ) * per_kv_head(score_scale, 3)
         s = jnp.where(block.mask[:, None, None], s, -jnp.inf)
@@ -172,7 +174,9 @@ def attend(
             .reshape(rows, kv_heads, group, n * t, slots)
         )
         values = block.values.astype(jnp.float32)
-        o = jnp.einsum("rkgqs,rksd->rqkgd", w, values, preferred_element_type=jnp.float32)
+        o = jnp.einsum(
+            "rkgqs,rksd->rqkgd", w, values, precision=precision, preferred_element_type=jnp.float32
+        )
         out = out + o.reshape(b, t, kv_heads, group, dim)
     # a query that attends to nothing has the output 0
     scale = (

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention.reference import per_kv_head
-from pallas_kernels.rounding import rounded
+from pallas_kernels.rounding import full_precision, rounded
 
 _BLOCK = 4096
 """Slots of a block of pages."""
@@ -67,6 +67,7 @@ def decode_attention(query, caches, score_scale, value_scale, window, out_dtype)
     kv_heads = caches[0].keys.shape[1]
     grouped = query.reshape(sequences, kv_heads, heads // kv_heads, dim)
     grouped = _widen(grouped) * per_kv_head(score_scale, 2)
+    precision = full_precision(grouped, out_dtype)
     starts = first_visible([known_lengths(cache) for cache in caches], sequences, window)
     found, tables = [], {}
     for cache, start in zip(caches, starts, strict=True):
@@ -75,7 +76,7 @@ def decode_attention(query, caches, score_scale, value_scale, window, out_dtype)
         if cache.pages is None:
             visible = _visible(cache.keys.shape[2], known_lengths(cache), start)
             own = _by_row(grouped, len(cache.keys))
-            found.append(_attend(own, cache.keys, cache.values, visible))
+            found.append(_attend(own, cache.keys, cache.values, visible, precision))
         else:  # caches in one pool are one table
             pool = id(cache.keys), id(cache.values), cache.page_size, len(cache.lengths)
             tables.setdefault(pool, []).append((cache, _table(cache, start)))
@@ -83,7 +84,8 @@ def decode_attention(query, caches, score_scale, value_scale, window, out_dtype)
         cache = members[0][0]
         table = jax.tree.map(lambda *x: jnp.concatenate(x, 1), *(table for _, table in members))
         pools = [_in_pages(x, cache.page_size) for x in (cache.keys, cache.values)]
-        found.append(_attend_pages(_by_row(grouped, len(cache.lengths)), pools, table))
+        own = _by_row(grouped, len(cache.lengths))
+        found.append(_attend_pages(own, pools, table, precision))
     found = [_Softmax(*(_by_sequence(x, sequences) for x in part)) for part in found]
     _, total, out = reduce(_Softmax.plus, found)
     # a query that attends to nothing has the output 0
@@ -130,12 +132,13 @@ def _table(cache, start) -> _Table:
     return _Table(pages, jnp.where(pages == cache.pages, end, 0), begin)
 
 
-def _attend_pages(query, pools, table: _Table) -> _Softmax:
+def _attend_pages(query, pools, table: _Table, precision) -> _Softmax:
     rows, page = len(table.pages), pools[0].shape[2]
 
     def attend(query, entries: _Table) -> _Softmax:
         keys, values = (pool.at[entries.pages].get(mode="clip") for pool in pools)
-        return _attend(query, keys, values, _visible(page, entries.end, entries.begin))
+        visible = _visible(page, entries.end, entries.begin)
+        return _attend(query, keys, values, visible, precision)
 
     if table.pages.size * page <= _BLOCK:
         return attend(query, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), table))
@@ -163,7 +166,7 @@ def _attend_pages(query, pools, table: _Table) -> _Softmax:
     return lax.while_loop(lambda carry: carry[0] < count, body, (jnp.int32(0), nothing))[1]
 
 
-def _attend(query, keys, values, visible) -> _Softmax:
+def _attend(query, keys, values, visible, precision) -> _Softmax:
     """Attend to blocks of keys, as many for each row, one row's after the other's.
 
     Args:
@@ -177,13 +180,14 @@ def _attend(query, keys, values, visible) -> _Softmax:
         return x.reshape(len(query), blocks, *x.shape[1:]) if blocks > 1 else x
 
     keys_of_row = (1, 4) if blocks > 1 else 3
-    scores = jnp.einsum("rkqd,rksd->rkqs", jnp.repeat(query, blocks, axis=0), _widen(keys))
+    rows = jnp.repeat(query, blocks, axis=0)
+    scores = jnp.einsum("rkqd,rksd->rkqs", rows, _widen(keys), precision=precision)
     scores = split(jnp.where(visible, scores, _HIDDEN))
     top = scores.max(keys_of_row, keepdims=True)
     weights = jnp.where(split(visible), jnp.exp(scores - top), 0.0)
     total = weights.sum(keys_of_row, keepdims=True)
     weights = weights.reshape(len(keys), *weights.shape[-3:])
-    out = split(jnp.einsum("rkqs,rksd->rkqd", weights, _widen(values)))
+    out = split(jnp.einsum("rkqs,rksd->rkqd", weights, _widen(values), precision=precision))
     return _Softmax(top[:, 0], total[:, 0], out.sum(1)) if blocks > 1 else _Softmax(top, total, out)
 
 

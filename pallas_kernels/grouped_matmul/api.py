@@ -73,7 +73,7 @@ def grouped_matmul(
         raise ValueError(f"grouped_matmul: nothing to multiply in x {x.shape} and w {w.shape}")
     if chosen == "reference":
         wide = dequantize(x, backend=backend), dequantize(as_stored, backend=backend)
-        return rounded(reference.dot(*wide, group_sizes, over), out_dtype)
+        return rounded(reference.dot(*wide, group_sizes, over, out_dtype), out_dtype)
     # importing Pallas takes longer than importing JAX
     from pallas_kernels.grouped_matmul import hopper
 

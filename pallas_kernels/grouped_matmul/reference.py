@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.rounding import full_precision
+
 BY_ROW = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 _OVER_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 FEWEST_ROWS, MOST_ROWS = 8, 128
@@ -23,76 +25,74 @@ TOGETHER = 8
 """Tiles that a GPU multiplies at one time."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def dot(x, w, group_sizes, over=-1):
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def dot(x, w, group_sizes, over=-1, dtype=jnp.float32):
     """Multiply x [m, k], sorted by group, with w [groups, n, k] transposed, accumulated in float32;
-    with w [groups, k, n] where -2 is the axis that is summed.
+    with w [groups, k, n] where -2 is the axis that is summed. `dtype` is that of the computation
+    that it is a part of.
 
     Zero behind the last group.
     """
+    chosen = {"over": over, "precision": full_precision(x, dtype)}
     return lax.platform_dependent(
         x,
         w,
         group_sizes,
-        cpu=partial(_tiled_dot, over=over),
-        cuda=partial(_tiled_dot, over=over, together=TOGETHER),
-        default=partial(_ragged_dot, over=over),
+        cpu=partial(_tiled_dot, **chosen),
+        cuda=partial(_tiled_dot, **chosen, together=TOGETHER),
+        default=partial(_ragged_dot, **chosen),
     )
 
 
-def _dot_backward(over, operands, dy):
+def _dot_backward(over, dtype, operands, dy):
     x, w, group_sizes = operands
     # XLA's products take operands of one dtype
     dy = dy.astype(jnp.promote_types(jnp.promote_types(x.dtype, w.dtype), jnp.float32))
-    dx = dot(dy, w.astype(dy.dtype), group_sizes, -3 - over)
+    dx = dot(dy, w.astype(dy.dtype), group_sizes, -3 - over, dtype)
     sides = (dy, x.astype(dy.dtype)) if over == -1 else (x.astype(dy.dtype), dy)
-    return dx.astype(x.dtype), outer_product(*sides, group_sizes).astype(w.dtype), None
+    return dx.astype(x.dtype), outer_product(*sides, group_sizes, dtype).astype(w.dtype), None
 
 
 dot.defvjp(lambda *operands: (dot(*operands), operands[:3]), _dot_backward)
 
 
-def _ragged_dot(x, w, group_sizes, over):
+def _ragged_dot(x, w, group_sizes, over, precision):
     by_row = lax.RaggedDotDimensionNumbers((((1,), (3 + over,)), ((), ())), [0], [0])
-    out = lax.ragged_dot_general(x, w, group_sizes, by_row, preferred_element_type=jnp.float32)
+    out = lax.ragged_dot_general(x, w, group_sizes, by_row, precision, jnp.float32)
     # a backend need not write the rows behind the last group
     inside = jnp.arange(len(x)) < group_sizes.sum()
     return jnp.where(inside[:, None], out, 0.0)
 
 
-def _tiled_dot(x, w, group_sizes, over, together=None):
+def _tiled_dot(x, w, group_sizes, over, precision, together=None):
     contract = (((1,), (2 + over,)), ((), ()))
-    return dot_by_tiles(
-        x, w, group_sizes, lambda x, w: lax.dot_general(x, w, contract, None, jnp.float32), together
-    )
+
+    def product(x, w):
+        return lax.dot_general(x, w, contract, precision, jnp.float32)
+
+    return dot_by_tiles(x, w, group_sizes, product, together)
 
 
-def outer_product(dy, x, group_sizes):
+def outer_product(dy, x, group_sizes, dtype=jnp.float32):
     """Multiply dy [m, n] transposed with x [m, k] over each group's rows, [groups, n, k]."""
-    return lax.platform_dependent(
-        dy,
-        x,
-        group_sizes,
-        cpu=_tiled_outer_product,
-        cuda=_tiled_outer_product,
-        default=_ragged_outer_product,
-    )
+    precision = full_precision(dy, dtype)
+    tiled = partial(_tiled_outer_product, precision=precision)
+    ragged = partial(_ragged_outer_product, precision=precision)
+    return lax.platform_dependent(dy, x, group_sizes, cpu=tiled, cuda=tiled, default=ragged)
 
 
-def _ragged_outer_product(dy, x, group_sizes):
+def _ragged_outer_product(dy, x, group_sizes, precision):
     inside = (jnp.arange(len(x)) < group_sizes.sum())[:, None]
     dy, x = jnp.where(inside, dy, 0.0), jnp.where(inside, x, 0.0)
-    return lax.ragged_dot_general(
-        dy, x, group_sizes, _OVER_ROWS, preferred_element_type=jnp.float32
-    )
+    return lax.ragged_dot_general(dy, x, group_sizes, _OVER_ROWS, precision, jnp.float32)
 
 
-def _tiled_outer_product(dy, x, group_sizes):
+def _tiled_outer_product(dy, x, group_sizes, precision):
     tiles = tiles_of(len(x), group_sizes)
 
     def add(total, tile):
         dy, x, group = tile
-        part = lax.dot_general(dy, x, (((0,), (0,)), ((), ())), None, jnp.float32)
+        part = lax.dot_general(dy, x, (((0,), (0,)), ((), ())), precision, jnp.float32)
         return total.at[group].add(part), None
 
     nothing = jnp.zeros((len(group_sizes), dy.shape[1], x.shape[1]), jnp.float32)

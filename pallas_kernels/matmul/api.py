@@ -53,10 +53,14 @@ def packs(backend: Backend) -> bool:
     return uses_cpu(backend, "dot")
 
 
-def dot(x: Float[Array, "*batch k"], w: Float[Array, "n k"] | Panels) -> Float[Array, "*batch n"]:
+def dot(
+    x: Float[Array, "*batch k"],
+    w: Float[Array, "n k"] | Panels,
+    dtype: jnp.dtype = jnp.float32,
+) -> Float[Array, "*batch n"]:
     """Multiply x @ w.T, accumulated in float32: by XLA, or by the CPU kernel with `Panels`, which
-    have no gradient."""
-    return cpu.dot(x, w) if isinstance(w, Panels) else reference.dot(x, w)
+    have no gradient. `dtype` is that of the computation that it is a part of."""
+    return cpu.dot(x, w) if isinstance(w, Panels) else reference.dot(x, w, dtype=dtype)
 
 
 def blockwise_matmul(

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.rounding import rounded
+from pallas_kernels.rounding import full_precision, rounded
 
 
 def matmul(x, w, over, out_dtype, dequantize):
     def dequantized(x, w):
         wide = dequantize(x.rows()).reshape(*x.shape[:-1], -1)
-        return rounded(dot(wide, dequantize(w), over), out_dtype)
+        return rounded(dot(wide, dequantize(w), over, out_dtype), out_dtype)
 
     def scaled(x, w):
         return scaled_matmul(x, _by_rows(w, over), out_dtype)
@@ -35,7 +35,8 @@ def _by_rows(w, over):
 
 
 def outer_product(dy, x, dequantize):
-    """Multiply dy [m, n] transposed with x [m, k]."""
+    """Multiply dy [m, n] transposed with x [m, k], in the device's own precision: what it rounds of
+    dequantized numbers is little beside their quantization."""
 
     def dequantized(dy, x):
         return lax.dot_general(
@@ -99,15 +100,19 @@ def flatten_many_rows(x):
     return x if x.size // x.shape[-1] <= FEW_ROWS else x.reshape(-1, x.shape[-1])
 
 
-def dot(x, w, over=-1):
+def dot(x, w, over=-1, dtype=jnp.float32):
     """Multiply x [..., k] with w [n, k] transposed, accumulated in float32; with w [k, n] where -2
-    is the axis that is summed.
+    is the axis that is summed. `dtype` is that of the computation that it is a part of.
 
     The weight is the left operand: faster on a CPU, for few rows (decode) if they keep their axes,
     and for the gradients of many rows if they are flattened.
     """
     rows = flatten_many_rows(x)
     out = lax.dot_general(
-        w, rows, (((2 + over,), (rows.ndim - 1,)), ((), ())), preferred_element_type=jnp.float32
+        w,
+        rows,
+        (((2 + over,), (rows.ndim - 1,)), ((), ())),
+        full_precision(x, dtype),
+        jnp.float32,
     )
     return jnp.moveaxis(out, 0, -1).reshape(*x.shape[:-1], w.shape[-3 - over])

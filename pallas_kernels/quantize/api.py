@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Key
 
 from pallas_kernels.backend import Backend, block_name, choose, uses_cpu
 from pallas_kernels.partition import partitioned
-from pallas_kernels.qtensor import Format, QTensor
+from pallas_kernels.qtensor import Format, QTensor, ScaledOperand
 from pallas_kernels.quantize import cpu, reference
 from pallas_kernels.rounding import round_stochastic
 
@@ -46,6 +46,15 @@ class Blocks(Format):
     def limit(self, q: QTensor) -> Float[Array, "*batch m n"]:
         """The format's largest value times the scale."""
         return float(jnp.finfo(self.dtype).max) * self._expanded(q)
+
+    def scaled_operand(self, q: QTensor) -> ScaledOperand | None:
+        """Scales that are powers of two are E8M0's; a device's groups of 32 have their block's."""
+        (rows, columns), (*batch, m, k) = self.block, q.shape
+        known = self.dtype in ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
+        if self.scale != "power_of_two" or not known or batch or columns % 32 or k % 32:
+            return None
+        scales = reference.expand_scales(q.scales, (rows, columns // 32), (m, k // 32))
+        return ScaledOperand(q.values, scales.astype(jnp.float8_e8m0fnu))
 
     def store(
         self, x: Float[Array, "*batch m n"], key: Key[Array, ""], backend: Backend = "auto"

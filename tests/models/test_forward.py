@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_llama as reference
+from jax.extend.core import jaxprs_in_params
 from tiny_models import DEEPSEEK, GEMMA, GLM, LLAMA, MISTRAL, MOE, QWEN2, QWEN3
 
 from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.training import LoraConfig
 from fp8rl_jax.models.attention import rope_frequencies
-from fp8rl_jax.models.cache import KVBlock, KVCache, empty_block
+from fp8rl_jax.models.cache import KVBlock, KVCache, KVScales, empty_block
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forms import predequantized, quantized_base, rollout_policy, trainer_policy
 from fp8rl_jax.models.forward import forward
@@ -28,11 +29,14 @@ from fp8rl_jax.models.policy import (
     init_policy,
     unstack,
     with_compute,
+    with_scales,
 )
 from fp8rl_jax.models.rope import Llama3RopeScaling
 from fp8rl_jax.precision import AdaptedWeight, Compute
 from fp8rl_jax.precision.exact import InvariantCompute, OrderFreeCompute
 from fp8rl_jax.rollout.calibration import observe_qkv
+from fp8rl_jax.rollout.sampler import generate
+from fp8rl_jax.rollout.sampling import Sampling
 
 SCALED = dataclasses.replace(
     LLAMA, rope_theta=500000.0, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 64)
@@ -493,3 +497,57 @@ def test_no_loop_over_layers_converts_a_stack_of_8_bit_numbers(recipe):
     layers = LLAMA.num_layers
     assert re.search(rf"u8\[{layers},", program), "codes are stacked"
     assert not re.findall(rf"f16\[{layers},.*", program)
+
+
+def products(jaxpr):
+    """Every product of float32 numbers, and what precision it asks for."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("dot_general", "ragged_dot_general"):
+            if all(x.aval.dtype == jnp.float32 for x in equation.invars[:2]):
+                yield equation.params["precision"], equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from products(inner)
+
+
+def highest(precision) -> bool:
+    return precision == (jax.lax.Precision.HIGHEST,) * 2 or precision == jax.lax.Precision.HIGHEST
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-rl", "jet-rl"])
+@pytest.mark.parametrize("config", [SMALL_MOE, MIXED_WINDOWS])
+def test_float32_is_float32_on_every_device(config, recipe):
+    """Left to it, a GPU multiplies in TF32 and a TPU in bfloat16. In 16 bits, where FP8 is
+    dequantized to float32 for it, that is left to the device; so are weight gradients of dequantized
+    numbers."""
+    masters = jax.eval_shape(lambda: init_policy(config, jax.random.key(0)))
+    tokens = jnp.asarray(random_tokens(config, 2, 8))
+    prompts = jnp.asarray(tokens[:, :4]), jnp.array([4, 3]), jnp.arange(2), jax.random.key(0)
+
+    def traced(dtype: str):
+        def loss(masters):
+            policy = trainer_policy(masters, get_recipe(recipe), jnp.dtype(dtype), "reference")
+            found = forward(policy, tokens)
+            return token_logprobs(found.hidden[:, :-1], policy, tokens[:, 1:])[0].sum()
+
+        def sample(masters):
+            form = get_recipe(recipe), jnp.dtype(dtype), False, "reference"
+            policy = rollout_policy(masters, *form)[0]
+            if recipe == "fp8-rl":
+                scales = KVScales(*(jnp.ones(config.num_layers) for _ in range(3)))
+                policy = with_scales(policy, scales)
+            return generate(policy, *prompts, samples=2, sampling=Sampling(max_new_tokens=2))
+
+        return [jax.make_jaxpr(f)(masters).jaxpr for f in (jax.grad(loss), sample)]
+
+    for jaxpr, trained in zip(traced("float32"), (recipe == "jet-rl", False), strict=True):
+        found = [*products(jaxpr)]
+        left = [equation for precision, equation in found if not highest(precision)]
+        assert len(left) < len(found)
+        over_tokens = (((0,), (0,)), ((), ()))
+        for equation in left:
+            contracted = equation.params.get("dimension_numbers", over_tokens)
+            assert trained and contracted == over_tokens, equation
+    for jaxpr in traced("bfloat16"):
+        asked = [equation for precision, equation in products(jaxpr) if highest(precision)]
+        # a router's scores, and the experts' sums with them
+        assert bool(asked) == (config.experts is not None)

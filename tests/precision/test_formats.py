@@ -273,21 +273,28 @@ def test_two_codes_are_kept_in_a_byte(name, bits):
         ("mxfp8_e5m2", "mxfp8"),
         ("mxfp4", "mxfp4"),
         ("nvfp4_rows", "nvfp4-16x16"),
+        ("e4m3-1x64", "e4m3-32x64"),  # scales that are powers of two
     ],
 )
 def test_a_gpus_product_of_scaled_operands_is_that_of_what_they_stand_for(x_name, w_name):
     """XLA computes it on a CPU, too, where it is not used."""
     rng = np.random.default_rng(0)
+    formats = [replace(parse_format(name), scale="power_of_two") for name in (x_name, w_name)]
     x, w = (
-        quantized(format_of(parse_format(name)), rng.normal(size=shape).astype(np.float32))
-        for name, shape in ((x_name, (2, 9, 96)), (w_name, (40, 96)))
+        quantized(format_of(fmt), rng.normal(size=shape).astype(np.float32))
+        for fmt, shape in zip(formats, ((2, 9, 96), (40, 96)), strict=True)
     )
     got = jax.jit(partial(scaled_matmul, out_dtype=jnp.float32))(x, w)
     want = np.asarray(x.dequantize(), np.float64) @ np.asarray(w.dequantize(), np.float64).T
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
     assert scaled_operands(x, w.T.T) is not None and scaled_operands(x, w.T) is None
-    ragged = quantized(format_of(parse_format(w_name)), np.ones((40, 88), np.float32))
+    ragged = quantized(format_of(formats[1]), np.ones((40, 88), np.float32))
     assert scaled_operands(x, ragged) is None
+    if "e4m3" in w_name:  # others are no scales of a device
+        assert (
+            scaled_operands(x, quantized(format_of(parse_format(w_name)), np.ones((40, 96))))
+            is None
+        )
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,7 @@ def test_xla_multiplies_formats_without_a_kernel_in_16_bits_or_as_they_are_store
     assert found == {
         "mxfp8": {"scaled": True, "float32": False},
         "nvfp4": {"scaled": False, "float32": False},
+        "e4m3": {"scaled": True, "float32": False},
     }
 
 
