@@ -27,7 +27,6 @@ from experiments import training_page
 from experiments.depth import mean as depth_mean
 from experiments.depth import table as depth_table
 from experiments.fake_quantization import summary
-from experiments.fingerprints import READ_OTHERWISE
 from experiments.formats.page import Records, draw, tables
 from fp8rl_jax.statistics import Interval, compare_arms, t_interval
 
@@ -1357,11 +1356,6 @@ def elsewhere() -> str:
         over seeds), and the difference, paired. Records: `experiments/results/ablations/`, one for each file of
         `experiments/ablations/` that is named here.
     """)
-    if read := [f"`{name}`" for name in known if name in READ_OTHERWISE]:
-        about += (
-            f' Answers of {" and ".join(read)} were read by an earlier `last_number`, to which a sum left open ("0 + 8") '
-            "was its last number, in both arms alike; the runs are to be made anew."
-        )
     rows = []
     for name, what in known.items():
         found = study(name)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,23 +28,6 @@ from fp8rl_jax.statistics import Interval, t_interval
 
 ROOT = Path(__file__).parents[1]
 ABLATIONS, RECORDS = ROOT / "experiments/ablations", ROOT / "experiments/results/ablations"
-
-
-READ_OTHERWISE = ("smollm2_rate",)
-"""Records of runs whose answers an earlier `last_number` read: "0 + 8" was 8, and so was the
-problem written once more. One that is made anew is taken out; none is added. Their rewards stand in
-their fingerprints as the code of their commits gives them."""
-
-
-def read_otherwise(lines: Iterable[str]) -> tuple[set[str], list[str]]:
-    """Split lines of `stale`: records whose answers were read otherwise, and the other lines."""
-    names, others = set(), []
-    for line in lines:
-        if "the reward of" in line:
-            names.add(line.partition(":")[0])
-        else:
-            others.append(line)
-    return names, others
 
 
 @dataclass(frozen=True)
