@@ -14,6 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TOOLCHAIN := pallas_kernels/check/toolchain.txt
 CUDA := .cache/cuda
+TPU := .cache/tpu
 DEMO := experiments/runs/demo.toml
 WORKERS ?= 2
 PYTEST_ARGS ?=
@@ -29,7 +30,7 @@ UNOPTIMIZED := --xla_backend_optimization_level=0 --xla_backend_extra_options=xl
 # what is used: with pip 26, which the first line of the install brings, a new .venv takes half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo ablation test slow night chaos vllm test-vllm vllm-in-process test-vllm-in-process verifiers test-verifiers peers hopper kept mutants toolchain lint browser docs clean
+.PHONY: help install demo ablation test slow night chaos vllm test-vllm vllm-in-process test-vllm-in-process verifiers test-verifiers peers hopper kept mutants toolchain compile-tpu lint browser docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -178,6 +179,16 @@ $(CUDA)/.installed: $(TOOLCHAIN) | install
 	@rm -rf $(CUDA)
 	@$(BIN)/pip install -qq --no-compile --no-deps --target $(CUDA) -r $(TOOLCHAIN)
 	@touch $@
+
+# libtpu compiles for TPUs that are not here.
+$(TPU)/.installed: | install
+	@echo "Installing libtpu into $(TPU) (0.7 GB)"
+	@rm -rf $(TPU)
+	@$(BIN)/pip install -qq --no-compile --no-deps --target $(TPU) libtpu==0.0.48.1
+	@touch $@
+
+compile-tpu: install $(TPU)/.installed ## every recipe's programs, compiled for TPUs without one (some hours); writes experiments/results/tpu.json
+	@PYTHONPATH=$(TPU) $(BIN)/python -m experiments.tpu
 
 lint: install ## ruff: faults and format; ty: types of the two packages
 	@$(BIN)/ruff check .

@@ -22,7 +22,7 @@ from fp8rl_jax.config.run import MeshConfig, PlanConfig, RolloutConfig, RunConfi
 from fp8rl_jax.config.training import TrainerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import PolicyConfig
-from fp8rl_jax.training.ahead import compile_for_hopper, lower_rollout, lower_update
+from fp8rl_jax.training.ahead import compile_for, lower_rollout, lower_update
 from fp8rl_jax.training.plan import memory_plan, mesh_sizes
 from fp8rl_jax.weights.hf_config import read_policy_config
 from pallas_kernels.check.compile import activate_toolchain
@@ -112,7 +112,7 @@ def compiled(program: Program) -> dict[str, Any]:
     """Compile a program, and read what it sends and holds."""
     shape, config = configured(program)
     lower = lower_update if program.what == "update" else lower_rollout
-    found = compile_for_hopper(lower, shape, config, mesh_sizes(config.mesh))
+    found = compile_for(lower, shape, config, mesh_sizes(config.mesh))
     return {
         "what": program.what,
         "recipe": program.recipe,
@@ -130,7 +130,7 @@ def compile_seconds(layers: int) -> float:
     shape, config = configured(program)
     began = time.process_time()
     sizes = mesh_sizes(config.mesh)
-    compile_for_hopper(lower_update, replace(shape, num_layers=layers), config, sizes)
+    compile_for(lower_update, replace(shape, num_layers=layers), config, sizes)
     return round(time.process_time() - began, 1)
 
 

@@ -21,7 +21,7 @@ from experiments.benchmarks.machine import facts
 from experiments.collectives import Program, configured
 from experiments.command import run_command
 from fp8rl_jax.parallel.collectives import instructions
-from fp8rl_jax.training.ahead import hopper_program, lower_rollout, lower_update
+from fp8rl_jax.training.ahead import compiled_program, lower_rollout, lower_update
 from fp8rl_jax.training.plan import mesh_sizes
 from pallas_kernels.check.compile import activate_toolchain
 
@@ -78,7 +78,7 @@ def of_layer(program: Program) -> dict[str, Any]:
         config = replace(config, rollout=replace(config.rollout, decode_layers="unroll"))
         lower = lower_update if program.what == "update" else lower_rollout
         shape = replace(shape, num_layers=layers)
-        text, _ = hopper_program(lower, shape, config, mesh_sizes(config.mesh))
+        text, _ = compiled_program(lower, shape, config, mesh_sizes(config.mesh))
         once, a_round = launches(text)
         found.append(once if program.what == "update" else a_round)
     few, many = found

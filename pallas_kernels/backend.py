@@ -45,7 +45,8 @@ def resolve(backend: Backend, operation: str, available: tuple[str, ...] = ()) -
     if backend == "auto":
         if "hopper" in available and hopper_sms() and operation not in _refused:
             return "hopper"
-        return "cpu" if "cpu" in available and native.is_available() else "reference"
+        has_kernel = "cpu" in available and platform() == "cpu"
+        return "cpu" if has_kernel and native.is_available() else "reference"
     if backend not in BACKENDS:
         raise BackendError(
             f"{operation}: unknown backend {backend!r}; choose {', '.join(BACKENDS[:-1])} or "
@@ -146,22 +147,31 @@ def block_name(block: tuple[int, int]) -> str:
     return f"{block[0]}x{block[1]}"
 
 
-_chosen: ContextVar[int | None] = ContextVar("hopper_sms", default=None)
+Platform = Literal["cpu", "gpu", "tpu"]
+_traced: ContextVar[tuple[Platform, int | None] | None] = ContextVar("traced", default=None)
+
+
+def platform() -> str:
+    """Name the platform that programs are traced for: "cpu", "gpu" or "tpu"."""
+    traced = _traced.get()
+    return jax.default_backend() if traced is None else traced[0]
 
 
 def hopper_sms() -> int | None:
     """Count the multiprocessors of the Hopper GPU that is traced for; None where there is none."""
-    return _chosen.get() or _own_sms()
+    traced = _traced.get()
+    return _own_sms() if traced is None else traced[1]
 
 
 @contextmanager
-def tracing_for(sms: int) -> Generator[None]:
-    """Trace kernels for a Hopper GPU of `sms` multiprocessors, whatever this machine has."""
-    token = _chosen.set(sms)
+def tracing_for(device: int | Literal["tpu"]) -> Generator[None]:
+    """Trace for another device than this machine has: a Hopper GPU of so many multiprocessors, or a
+    TPU."""
+    token = _traced.set(("tpu", None) if device == "tpu" else ("gpu", device))
     try:
         yield
     finally:
-        _chosen.reset(token)
+        _traced.reset(token)
 
 
 @cache

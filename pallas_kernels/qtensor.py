@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Key, UInt32
 
-from pallas_kernels.backend import Backend, block_name, hopper_sms
+from pallas_kernels.backend import Backend, block_name, platform
 
 
 class ScaledOperand(NamedTuple):
@@ -241,7 +241,7 @@ def to_bits(tree: Any) -> Any:
     """Replace arrays of 8-bit floats in a tree by their `Bits`, where XLA has no instruction for
     such numbers: on a CPU. A loop that stacks or slices them there converts the whole stack at each
     step. Elsewhere the tree stays as it is."""
-    if jax.default_backend() != "cpu" or hopper_sms():
+    if platform() != "cpu":
         return tree
 
     def one(x: Array) -> Array | Bits:

@@ -1427,7 +1427,12 @@ LIST: list[Mutant] = [
     *of(
         "training/roofline.py",
         "training/test_roofline.py",
-        ("blocks-of-the-whole", "side // tensor % block", "side % block", "would_share"),
+        (
+            "blocks-of-the-whole",
+            "if scale_spec(spec, sides, block, blocks, mesh) != spec",
+            "if any(side % part for side, part in zip(sides[-2:], block, strict=True))",
+            "would_share",
+        ),
     ),
     *of(
         "models/moe.py",

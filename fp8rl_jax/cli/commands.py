@@ -186,14 +186,16 @@ def plan(config: RunConfig) -> int:
     Of a chip that --plan.chip names also how long a step takes at least, and the best meshes of
     --plan.devices; --plan.compile compiles for them. Returns 1 where it is known not to fit.
     """
-    if config.plan.compile:
+    from fp8rl_jax.config.chips import CHIPS
+
+    chip = CHIPS.get(config.plan.chip)
+    if config.plan.compile and (chip is None or chip.hopper):
         from pallas_kernels.check.compile import activate_toolchain, missing_toolchain
 
         if lack := missing_toolchain():
             raise UserError(f"plan.compile: {lack}; or leave it false")
         activate_toolchain()
     start_jax()
-    from fp8rl_jax.config.chips import CHIPS
     from fp8rl_jax.training import ahead, roofline
     from fp8rl_jax.training.checks import check_lengths, check_mesh, check_shape
     from fp8rl_jax.training.plan import abstract_mesh, as_on_chip, mesh_sizes, report
@@ -206,7 +208,7 @@ def plan(config: RunConfig) -> int:
         check_shape(config, shape)
     text, fits = report(shape, config, sizes)
     print(text, flush=True)
-    if config.plan.chip in CHIPS:
+    if chip is not None:
         print(roofline.describe(shape, config, sizes), flush=True)
     if config.plan.compile:
         print(ahead.describe(shape, config, sizes))

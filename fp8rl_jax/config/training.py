@@ -329,16 +329,17 @@ class PlanConfig:
     """What a device can hold: `fp8rl plan`, and the check before a run."""
 
     chip: str = ""
-    """A device by its name (h100, h200, h20, a100, b200, gb200, tpu-v6e), or its bytes, such as
-    141e9; empty: what the device here reports. Of one that has a name `fp8rl plan` also says how
-    long a step takes at least, the largest batch, and which meshes are best."""
+    """A device by its name (h100, h200, h20, a100, b200, gb200, tpu-v5e, tpu-v6e), or its bytes,
+    such as 141e9; empty: what the device here reports. Of one that has a name `fp8rl plan` also
+    says how long a step takes at least, the largest batch, and which meshes are best."""
     devices: int = 0
     """So many of them; an axis of the mesh that is -1 takes what is left. 0: as many as the mesh
     says, where -1 is 1."""
     compile: bool = False
     """`fp8rl plan` compiles update and rollout for that mesh, which takes a minute or more, and
-    says what XLA plans of memory and what devices send each other; for Hopper, where `make
-    toolchain` or JAX's CUDA plugin is there."""
+    says what XLA plans of memory and what devices send each other: for Hopper, where `make
+    toolchain` or JAX's CUDA plugin is there; for a TPU, of which it says the memory alone, where
+    libtpu is."""
     check: bool = True
     """Refuse a run whose plan exceeds the device's memory, before anything large is loaded."""
 

@@ -27,7 +27,7 @@ from fp8rl_jax.precision.formats.fp4 import ClampedFP4
 from fp8rl_jax.precision.quantizer import round_through
 from pallas_kernels import Format, invariant
 from pallas_kernels.attention import PROBABILITY_FACTOR
-from pallas_kernels.backend import Backend, BackendError, check_pair
+from pallas_kernels.backend import Backend, BackendError, check_pair, platform
 from pallas_kernels.matmul import selected_backend
 
 
@@ -158,7 +158,7 @@ def _check(recipe: Recipe, backend: Backend, prefix: str) -> None:
         _check_products(recipe, chosen, refuse)
         if backend == "hopper":
             _check_blocks(recipe, refuse)
-    if recipe.exact and jax.default_backend() == "tpu":
+    if recipe.exact and platform() == "tpu":
         refuse(
             "exact",
             "cannot be promised: its sums are made in float64, which a TPU has not; set "

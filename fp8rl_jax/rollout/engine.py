@@ -42,7 +42,7 @@ from fp8rl_jax.rollout.partial import InProgress
 from fp8rl_jax.rollout.sampler import Prompts, Rollout, generate, rows_of, stream
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.rollout.sync import NO_CONTEXT, SyncContext, transform_of, transformed
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, platform
 from pallas_kernels.matmul import selected_backend
 
 # of the module, so that two engines of one kind share what is compiled
@@ -619,7 +619,7 @@ def decode_layers(config: RunConfig) -> Literal["unroll", "scan"]:
     if config.rollout.decode_layers != "auto":
         return config.rollout.decode_layers
     hopper = selected_backend(config.precision.backend) == "hopper"
-    return "unroll" if hopper or jax.default_backend() == "cpu" else "scan"
+    return "unroll" if hopper or platform() == "cpu" else "scan"
 
 
 def free_bytes(device: jax.Device) -> float:

@@ -30,7 +30,7 @@ from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.parallel import DECODE_RULES, ShardingRules, constrain, policy_shardings
 from fp8rl_jax.precision import element_dtype
 from fp8rl_jax.rollout.sampling import PhraseStates, Sampling, draw
-from pallas_kernels.backend import resolve
+from pallas_kernels.backend import platform, resolve
 from pallas_kernels.decode_attention import whole_slots
 
 
@@ -427,7 +427,7 @@ def loop_dtype(policy: Policy) -> jnp.dtype:
         compute.key.calibrated
         and mixer_of(policy.config).decodes_in_kernels(compute)
         and resolve(compute.backend, "decode_attention") == "reference"
-        and jax.default_backend() == "cpu"
+        and platform() == "cpu"
     ):
         return jnp.dtype(jnp.float32)
     return cache_dtype(policy)

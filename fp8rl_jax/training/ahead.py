@@ -6,9 +6,11 @@ what they send each other. `jax.experimental.topologies` stands for the devices.
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -124,7 +126,7 @@ def lower_rollout(
 
 @dataclass(frozen=True)
 class Compiled:
-    """What XLA plans of a program for Hopper.
+    """What XLA plans of a program.
 
     Attributes:
         once: bytes that one device sends over a ring, by mesh axes, in all but loops whose number
@@ -141,23 +143,27 @@ class Compiled:
 Lower = Callable[[PolicyConfig, RunConfig, jax.sharding.Mesh], jax.stages.Lowered]
 
 
-def compile_for_hopper(
-    lower: Lower, shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]
+def compile_for(
+    lower: Lower,
+    shape: PolicyConfig,
+    config: RunConfig,
+    sizes: dict[str, int],
+    chip: str = "h200",
 ) -> Compiled:
-    """Compile a program for a mesh of H200s that are not here.
-
-    JAX's CUDA plugin has to be on the path (`pallas_kernels.check.compile.activate_toolchain`).
+    """Compile a program for a mesh of devices that are not here.
 
     Args:
         lower: `lower_update` or `lower_rollout`.
         shape, config: its arguments.
         sizes: of the mesh's axes.
+        chip: as of `mesh_for`. Of a TPU's program it is not read what devices send: the compiler
+            fuses that with products.
 
     Raises:
-        UserError: as `lower`.
+        UserError: as `lower` and `mesh_for`.
     """
-    text, memory = hopper_program(lower, shape, config, sizes)
-    found = collectives(text)
+    text, memory = compiled_program(lower, shape, config, sizes, chip)
+    found = [] if CHIPS[chip].tpu else [*collectives(text)]
     return Compiled(
         sent_over((one for one in found if not one.loops), sizes),
         sent_over((one for one in found if one.loops), sizes),
@@ -165,30 +171,77 @@ def compile_for_hopper(
     )
 
 
-def hopper_program(
-    lower: Lower, shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]
+def compiled_program(
+    lower: Lower,
+    shape: PolicyConfig,
+    config: RunConfig,
+    sizes: dict[str, int],
+    chip: str = "h200",
 ) -> tuple[str, Any]:
-    """Compile as `compile_for_hopper`, and give the program's text and memory as XLA tells them."""
-    from pallas_kernels.check.compile import SMS  # which imports what is there for GPUs alone
-
-    with tracing_for(SMS), _cudnn_assumed():
-        made = lower(shape, config, hopper_mesh(sizes)).compile()
+    """Compile as `compile_for`, and give the program's text and memory as XLA tells them."""
+    with tracing_on(chip), _cudnn_assumed():
+        made = lower(shape, config, mesh_for(sizes, chip)).compile()
     text, memory = made.as_text(), made.memory_analysis()
-    assert text is not None and memory is not None  # this compiler gives both
+    assert text is not None and memory is not None  # these compilers give both
     return text, memory
 
 
-def hopper_mesh(sizes: Mapping[str, int]) -> jax.sharding.Mesh:
-    """Make a mesh of H200s that are not here, to compile for, by the sizes of its axes."""
+def tracing_on(chip: str) -> AbstractContextManager[None]:
+    """Trace programs as on a chip of that name, whatever this machine is."""
+    if CHIPS[chip].tpu:
+        return tracing_for("tpu")
+    from pallas_kernels.check.compile import SMS  # which imports what is there for GPUs alone
+
+    return tracing_for(SMS)
+
+
+def mesh_for(sizes: Mapping[str, int], chip: str = "h200") -> jax.sharding.Mesh:
+    """Make a mesh of devices that are not here, to compile for.
+
+    Args:
+        sizes: of its axes.
+        chip: a Hopper one, all of which are compiled for as H200s: JAX's CUDA plugin has to be on
+            the path (`pallas_kernels.check.compile.activate_toolchain`). Or a TPU, for which
+            libtpu has to be installed.
+
+    Raises:
+        UserError: there is no compiler, or no TPU of so many chips.
+    """
     from jax.experimental import topologies
 
-    from pallas_kernels.check.compile import TARGET
-
     count = math.prod(sizes.values())
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{count}"
-    )
+    if tpu := CHIPS[chip].tpu:
+        rows = 1 << (count.bit_length() - 1) // 2
+        if count.bit_count() > 1 or not 1 <= count <= 256:
+            raise UserError(
+                f"plan.compile: a slice of {chip} has 1, 2, 4, ... or 256 chips, not {count}"
+            )
+        # which looks for the TPU of the machine, and then for whom to ask about it
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        topology = topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{tpu}:{rows}x{count // rows}"
+        )
+    else:
+        from pallas_kernels.check.compile import TARGET
+
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{count}"
+        )
     return make_mesh(replace(MeshConfig(), **sizes), topology.devices)
+
+
+def lacks_compiler(chip: str) -> str:
+    """Say why nothing can be compiled here for a chip; empty where it can."""
+    from pallas_kernels.check.compile import missing_toolchain
+
+    if CHIPS[chip].hopper:
+        return missing_toolchain()
+    if not CHIPS[chip].tpu:
+        known = [name for name, each in CHIPS.items() if each.hopper or each.tpu]
+        return f"there is a compiler here for {', '.join(known)}, and none for {chip}"
+    if importlib.util.find_spec("libtpu") is None:
+        return "nothing to compile for a TPU with: pip install libtpu==0.0.48.1"
+    return ""
 
 
 @contextmanager
@@ -205,7 +258,8 @@ def _cudnn_assumed() -> Generator[None]:
 
 
 def describe(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> str:
-    """Compile update and rollout for Hopper, and write what XLA plans of them.
+    """Compile update and rollout for the run's plan.chip, H200s without one, and write what XLA
+    plans of them.
 
     Raises:
         UserError: no program of this run can be compiled so.
@@ -215,30 +269,33 @@ def describe(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> s
             'plan.compile: the programs of runs on problems are compiled; with task.kind = "text" '
             "leave it false"
         )
-    chip = CHIPS.get(config.plan.chip)
-    if chip is not None and not chip.hopper:
-        names = ", ".join(name for name, each in CHIPS.items() if each.hopper)
-        raise UserError(
-            f"plan.compile: there is a compiler here for {names}, and none for {config.plan.chip}; "
-            "leave it false"
-        )
+    chip = compiled_for(config)
+    if not CHIPS[chip].hopper and (why := lacks_compiler(chip)):
+        raise UserError(f"plan.compile: {why}; or leave it false")
     programs: dict[str, Lower] = {"update": lower_update}
     if config.rollout.engine != "vllm":
         programs[f"{config.rollout.engine} rollout"] = lower_rollout
+    name = "H200s" if CHIPS[chip].hopper else chip
     lines = [
-        "Compiled for H200s by XLA (nothing ran; the cache and weights of a paged rollout are "
+        f"Compiled for {name} by XLA (nothing ran; the cache and weights of a paged rollout are "
         "arguments, not temporaries):"
     ]
     own = rollout_sizes(config.mesh, sizes)
     for name, lower in programs.items():
-        found = compile_for_hopper(lower, shape, config, own if lower is lower_rollout else sizes)
+        found = compile_for(lower, shape, config, own if lower is lower_rollout else sizes, chip)
+        temporaries = f"  {name}: {size_text(found.temporary)} of temporaries"
+        if CHIPS[chip].tpu:
+            lines.append(temporaries)
+            continue
         sent = [_sent(found.once)] if found.once else []
         sent += [f"{_sent(found.a_step)} in each step of its loop"] if found.a_step else []
-        lines.append(
-            f"  {name}: {size_text(found.temporary)} of temporaries; a device sends "
-            f"{' and '.join(sent) or 'nothing'}"
-        )
+        lines.append(f"{temporaries}; a device sends {' and '.join(sent) or 'nothing'}")
     return "\n".join(lines)
+
+
+def compiled_for(config: RunConfig) -> str:
+    """Name the chip that a run's programs are compiled for."""
+    return config.plan.chip if config.plan.chip in CHIPS else "h200"
 
 
 def _sent(by_axes: dict[str, int]) -> str:

@@ -72,7 +72,7 @@ from fp8rl_jax.training.source import find_model
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.weights.layouts import read_quantization
 from pallas_kernels.attention import CHUNK, CHUNK_FROM
-from pallas_kernels.backend import Backend, hopper_sms, tracing_for
+from pallas_kernels.backend import Backend, hopper_sms, platform, tracing_for
 from pallas_kernels.matmul import selected_backend
 
 PHASES = ("rollout", "backward", "optimizer", "sync")
@@ -133,7 +133,7 @@ def _shapes(shape: PolicyConfig, config: RunConfig) -> _Shapes:
         shape,
         config.resolved_recipe,
         config.rollout.decode_layers == "unroll",
-        hopper_sms(),
+        (platform(), hopper_sms()),
         config.compute_dtype,
         config.lora,
         config.sft.optimizer if config.task.kind == "text" else config.optimizer,
@@ -146,13 +146,13 @@ def _traced(
     shape: PolicyConfig,
     recipe: Recipe,
     unroll: bool,
-    sms: int | None,
+    device: tuple[str, int | None],
     compute_dtype: Literal["bfloat16", "float16", "float32"],
     lora: LoraConfig,
     optimizer: OptimizerConfig,
     backend: Backend,
 ) -> _Shapes:
-    """`sms`: of the GPU that is traced for, which chooses kernels, and with them what is stored."""
+    """`device`: that is traced for, which chooses kernels, and with them what is stored."""
     precision = PrecisionConfig(backend=backend)
     adapted = RunConfig(compute_dtype=compute_dtype, lora=lora, precision=precision)
     dtype = jnp.dtype(compute_dtype)
@@ -299,6 +299,8 @@ def memory_plan(
 def as_on_chip(config: RunConfig) -> AbstractContextManager[None]:
     """Choose kernels as on the chip that has a name, whatever this machine is."""
     chip = CHIPS.get(config.plan.chip)
+    if chip is not None and chip.tpu:
+        return tracing_for("tpu")
     return tracing_for(1) if chip is not None and chip.hopper else nullcontext()
 
 

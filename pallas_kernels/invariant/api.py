@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backend import Backend, BackendError, resolve
+from pallas_kernels.backend import Backend, BackendError, platform, resolve
 from pallas_kernels.exact import materialize, with_gradient_of
 from pallas_kernels.grouped_matmul import dot as plain_grouped_dot
 from pallas_kernels.invariant import cpu, reference
@@ -35,7 +35,7 @@ OPERATION = "invariant"
 def is_available(backend: Backend = "auto") -> bool:
     """Whether a row's bits are promised: on one CPU device or one Hopper GPU."""
     chosen = resolve(backend, OPERATION)
-    fits = chosen == "hopper" or jax.default_backend() == "cpu"
+    fits = chosen == "hopper" or platform() == "cpu"
     return fits and jax.device_count() == 1
 
 

@@ -7,11 +7,18 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.backend import Backend, block_name, check_pair, choose, resolve, uses_cpu
+from pallas_kernels.backend import (
+    Backend,
+    block_name,
+    check_pair,
+    choose,
+    platform,
+    resolve,
+    uses_cpu,
+)
 from pallas_kernels.matmul import cpu, reference
 from pallas_kernels.matmul.cpu import Panels
 from pallas_kernels.partition import on_mesh, partitioned
@@ -40,7 +47,7 @@ def keeps_quantized(w: QTensor, backend: Backend) -> bool:
     """
     if selected_backend(backend) != "reference":
         return True
-    scaled = jax.default_backend() == "gpu" and reference.has_scaled_products()
+    scaled = platform() == "gpu" and reference.has_scaled_products()
     return scaled and w.format.scaled_operand(w) is not None
 
 

@@ -7,7 +7,7 @@ import json
 
 from fp8rl_jax.config.run import MeshConfig, PlanConfig, RolloutConfig, RunConfig
 from fp8rl_jax.models.config import ExpertsConfig, PolicyConfig
-from fp8rl_jax.training.ahead import compile_for_hopper, lower_rollout
+from fp8rl_jax.training.ahead import compile_for, lower_rollout
 from fp8rl_jax.training.plan import mesh_sizes
 from pallas_kernels.check.compile import activate_toolchain
 
@@ -33,7 +33,7 @@ CONFIG = RunConfig(
 
 def main() -> None:
     activate_toolchain()
-    found = compile_for_hopper(lower_rollout, SHAPE, CONFIG, mesh_sizes(CONFIG.mesh))
+    found = compile_for(lower_rollout, SHAPE, CONFIG, mesh_sizes(CONFIG.mesh))
     attention = 4 * SHAPE.hidden_size * SHAPE.num_heads * SHAPE.head_dim
     experts = 3 * SHAPE.hidden_size * SHAPE.experts.intermediate_size * SHAPE.experts.count
     print(json.dumps({"sent": found.a_step["tensor"], "weights": [attention, experts]}))

@@ -14,10 +14,10 @@ def main() -> None:
     activate_toolchain()
     from parallel.on_gradients import compiled, sent
 
-    from fp8rl_jax.training.ahead import hopper_mesh
+    from fp8rl_jax.training.ahead import mesh_for
     from pallas_kernels.backend import tracing_for
 
-    mesh = hopper_mesh({"data": REPLICAS})
+    mesh = mesh_for({"data": REPLICAS})
     names = ("float32", "bfloat16", "e4m3-power_of_two")
     with tracing_for(132):
         texts = {name: compiled(name, mesh) for name in names}

@@ -270,13 +270,15 @@ def test_the_command_says_times_batch_and_meshes_and_refuses_what_cannot_be(caps
 def test_what_is_compiled_is_told_by_program_and_axis(monkeypatch):
     """What stands in for the compiler here compiles in `python -m experiments.collectives`."""
 
-    def compiled(lower, shape, config, sizes):
+    def compiled(lower, shape, config, sizes, chip):
         assert sizes == ONE | {"fsdp": 2}
+        asked.append(chip)
         if lower is ahead.lower_rollout:
             return ahead.Compiled({}, {"tensor": 76_100_000}, 6_700_000_000)
         return ahead.Compiled({"fsdp": 96_500_000_000, "data fsdp": 4_000}, {}, 14_820_000_000)
 
-    monkeypatch.setattr(ahead, "compile_for_hopper", compiled)
+    asked: list[str] = []
+    monkeypatch.setattr(ahead, "compile_for", compiled)
     _, update, rollout = ahead.describe(SHAPE, CONFIG, ONE | {"fsdp": 2}).splitlines()
     assert update == (
         "  update: 14.82 GB of temporaries; a device sends 96.5 GB over fsdp, 4 kB over data fsdp"
@@ -285,7 +287,20 @@ def test_what_is_compiled_is_told_by_program_and_axis(monkeypatch):
         "  static rollout: 6.7 GB of temporaries; a device sends 76.1 MB over tensor in each step "
         "of its loop"
     )
-    with pytest.raises(UserError, match="h100, h200, h20, and none for b200"):
+    monkeypatch.setattr(ahead.importlib.util, "find_spec", lambda name: object())
+    on_tpu = replace(CONFIG, plan=PlanConfig("tpu-v6e"))
+    first, update, _ = ahead.describe(SHAPE, on_tpu, ONE | {"fsdp": 2}).splitlines()
+    assert first.startswith("Compiled for tpu-v6e by XLA")
+    assert update == "  update: 14.82 GB of temporaries"  # what is sent is not read of it
+    assert asked == ["h200", "h200", "tpu-v6e", "tpu-v6e"]
+    monkeypatch.setattr(ahead.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="compile for a TPU with: pip install libtpu"):
+        ahead.describe(SHAPE, on_tpu, ONE | {"fsdp": 2})
+    with pytest.raises(UserError, match="h100, h200, h20, tpu-v5e, tpu-v6e, and none for b200"):
         ahead.describe(SHAPE, replace(CONFIG, plan=PlanConfig("b200")), ONE)
+    with pytest.raises(
+        UserError, match=r"a slice of tpu-v5e has 1, 2, 4, \.\.\. or 256 chips, not 6"
+    ):
+        ahead.mesh_for(ONE | {"data": 6}, "tpu-v5e")
     with pytest.raises(UserError, match=r"plan.compile: .* leave it false"):
         ahead.describe(SHAPE, replace(CONFIG, task=TaskConfig(kind="text")), ONE)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import jax
 from jaxtyping import Array
 
 from fp8rl_jax.config.run import PagedConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.rollout.sampler import cache_dtype
+from pallas_kernels.backend import platform
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _most_slots() -> int:
     long: hundreds on a GPU, about a dozen on a CPU. More slots gain nothing beyond that, and lose
     where no row is left to refill them.
     """
-    return 64 if jax.default_backend() == "cpu" else 256
+    return 64 if platform() == "cpu" else 256
 
 
 def token_bytes(policy: Policy) -> int:
