@@ -106,7 +106,9 @@ def of_recipe(chip: str, recipe: str) -> dict[str, dict[str, Any]]:
             capture_output=True,
             text=True,
         )
-        lines = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
+        lines = [
+            json.loads(line) for line in child.stdout.splitlines() if line.startswith('{"program"')
+        ]
         found |= {line.pop("program"): line for line in lines}
         if child.returncode:
             left = [name for name in PROGRAMS if name not in found]
