@@ -1552,7 +1552,7 @@ SIDE_BY_SIDE: tuple[tuple[str, str, str, dict[str, tuple[str, str]]], ...] = (
         "And from a checkpoint in FP8?",
         "smollm2_fp8_start",
         """SmolLM2-135M in block FP8 learns sums under `jet-rl` in float32 compute, where nothing but FP8 rounds. (An export of the
-        same 4-bit file: a start that no 4-bit grid was ever under was tried with the experts above alone.)""",
+        same 4-bit file; a start on no 4-bit grid is in bfloat16 compute, [above](#does-it-arrive-elsewhere).)""",
         REWARD | {"arrived": ("sync/arrived", ".2f")},
     ),
 )
