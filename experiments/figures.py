@@ -119,7 +119,7 @@ def against(arm: ArmFigures) -> str:
 def difference_of(row: dict[str, Any]) -> str:
     """A row of a record's comparisons: the difference, its interval and the verdict."""
     limits = row["difference"]
-    level = "" if abs(row["alpha"] - 0.05) < 1e-9 else f"{100 * (1 - row['alpha']):.4g} %: "
+    level = f"{100 * (1 - row['alpha']):.4g} %: "
     mean, low, high = (f"{round(limits[key], 3) + 0.0:+.3f}" for key in ("mean", "low", "high"))
     return f"{mean} ({level}{low} to {high}): {row['sentence'].rpartition(': ')[2]}"
 

@@ -553,8 +553,7 @@ def sentence(comparison: Comparison, margin: float) -> str:
         margin: that it was made with; numbers have one decimal more than it.
 
     Returns:
-        "fp8-rl - bf16: 0.000 (-0.012, 0.013), 5 seeds: no worse within 0.02". A level other than
-        95 % stands in front of the limits.
+        "fp8-rl - bf16: 0.000 (95 %: -0.012, 0.013), 5 seeds: no worse within 0.02".
     """
     c, pairs = comparison, comparison.difference.n
     decimals = max(0, 1 - math.floor(math.log10(margin)))
@@ -565,8 +564,7 @@ def sentence(comparison: Comparison, margin: float) -> str:
     low, high = c.difference.low, c.difference.high
     facts = [number(c.difference.mean) if pairs else "no pair has both outcomes"]
     if math.isfinite(low):
-        level = "" if abs(c.alpha - 0.05) < 1e-9 else f"{100 * (1 - c.alpha):.4g} %: "
-        facts[0] += f" ({level}{number(low)}, {number(high)})"
+        facts[0] += f" ({100 * (1 - c.alpha):.4g} %: {number(low)}, {number(high)})"
     seeds = f"{c.n} seed{'s' * (c.n > 1)}" if pairs in (0, c.n) else f"{pairs} of {c.n} seeds"
     facts.append(f"{seeds} x {c.problems} problems" if c.problems else seeds)
     for word, lost, of_baseline in (

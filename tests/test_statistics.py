@@ -422,7 +422,7 @@ def test_sentence_of_the_issue():
     }
     found = compare_arms(outcomes, "bf16", 0.02)["fp8-rl"]
     assert sentence(found, 0.02) == (
-        "fp8-rl - bf16: 0.000 (-0.012, 0.012), 5 seeds: no worse within 0.02"
+        "fp8-rl - bf16: 0.000 (95 %: -0.012, 0.012), 5 seeds: no worse within 0.02"
     )
     at_look = compare_arms(outcomes, "bf16", 0.1, look=Look(1, 2))["fp8-rl"]
     assert (
