@@ -790,6 +790,34 @@ def on_meshes() -> str:
     return f"{about}\n\n{table(heads, rows)}"
 
 
+TPU = "tpu.json"
+
+
+def for_tpus() -> str:
+    """Which programs XLA compiles for TPUs, and the memory that it plans for them."""
+    kept = record(TPU)
+    found, (shape, layers) = kept["programs"], kept["shape"]
+    programs = [*next(iter(found.values()))]
+
+    def cell(of: dict[str, Any]) -> str:
+        return (
+            f"{of['temporary'] / 1e6:,.0f}"
+            if "temporary" in of
+            else f"not compiled: `{of['fault']}`"
+        )
+
+    rows = []
+    for name, by_program in found.items():
+        chip, _, recipe = name.partition("/")
+        rows.append([chip, f"`{recipe}`", *(cell(by_program[program]) for program in programs)])
+    about = prose(f"""
+        Compiled by libtpu {kept["libtpu"]} on a machine without a TPU, for {kept["devices"]} chips that share a batch
+        ({shape}'s width, {layers} layers): MB of memory beside arguments and results, which for the paged engine include the
+        cache. Nothing ran: this says which programs there are, not whether they are right or fast.
+    """)
+    return f"{about}\n\n{table(['chip', 'recipe', *programs], rows)}"
+
+
 LAUNCHES = "launches.json"
 
 
@@ -1407,6 +1435,8 @@ def cures() -> str:
         cells](arrival.md#on-the-border-of-two-cells) crosses it at once, {borders["float32"]:.2%} of these weights with float32
         scales and {borders["power_of_two"]:.1%} with powers of two.
     """)
+    if (RESULTS / COSTS).exists():
+        about += " " + costs_of_syncs()
     rows = []
     for grid, of_cures in found["grids"].items():
         for cure, movements in of_cures.items():
@@ -1420,7 +1450,22 @@ def cures() -> str:
     return f"{about}\n\n{table([*heads, 'noise', 'flicker'], rows)}"
 
 
-CURES = "arrival/cures.json"
+def costs_of_syncs() -> str:
+    """What measuring, and stochastic rounding, cost a weight sync."""
+    found = record(COSTS)
+    of = {
+        kind: [each[kind][1] for each in found["over plain"].values() if kind in each]
+        for kind in ("measured", "stochastic")
+    }
+    measured, stochastic = (f"{min(each):.2f} to {max(each):.2f}" for each in of.values())
+    return prose(f"""
+        A weight sync that measures sync/* takes {measured} times one that does not, one that rounds stochastically {stochastic}
+        times (medians of {found["arguments"]["rounds"]} rounds in turns on a CPU, SmolLM2-135M's shape, by recipe and compute
+        dtype: `python -m experiments.sync_costs`, `experiments/results/{COSTS}`).
+    """)
+
+
+CURES, COSTS = "arrival/cures.json", "arrival/costs.json"
 CURED_AT = tuple(product(("1e-06", "1e-05", "0.0001"), ("6", "20", "200")))
 """Learning rates and steps."""
 
@@ -1608,6 +1653,7 @@ SECTIONS = (
         COLLECTIVES,
         optional=True,
     ),
+    Section("Programs for TPUs", for_tpus, "make compile-tpu", TPU, optional=True),
     Section(
         "Launches of a layer", launched, "python -m experiments.launches", LAUNCHES, optional=True
     ),

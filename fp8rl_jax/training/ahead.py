@@ -205,7 +205,7 @@ def mesh_for(sizes: Mapping[str, int], chip: str = "h200") -> jax.sharding.Mesh:
             libtpu has to be installed.
 
     Raises:
-        UserError: there is no compiler, or no TPU of so many chips.
+        UserError: no TPU has so many chips.
     """
     from jax.experimental import topologies
 

@@ -1,13 +1,15 @@
-"""The study of ways to let an update arrive, in a tiny shape."""
+"""The study of ways to let an update arrive, and what they cost, in a tiny shape."""
 
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import jax
+import pytest
 from tiny_models import LLAMA
 
-from experiments import cures
+from experiments import cures, sync_costs
 from fp8rl_jax.models.policy import init_policy
 
 
@@ -41,3 +43,27 @@ def test_every_cure_but_the_error_carried_over_lets_the_update_arrive(tmp_path, 
                 name,
             )
         assert found["dithered"]["flicker"] < 0.7 * found["stochastic"]["flicker"]
+
+
+def test_what_measuring_costs_is_over_the_same_round(monkeypatch, tmp_path):
+    monkeypatch.setattr(sync_costs, "find_model", lambda name: name)
+    monkeypatch.setattr(sync_costs, "read_policy_config", lambda path: LLAMA)
+    monkeypatch.setattr(sync_costs, "CASES", (("bf16", "bfloat16"), ("fp8-rollout", "float32")))
+    seconds = iter(range(10_000))
+    # a sync of each kind takes a second more than the one before it
+    clock = SimpleNamespace(perf_counter=lambda: next(seconds) ** 2 / 2)
+    monkeypatch.setattr(sync_costs, "time", clock)
+    path = tmp_path / "costs.json"
+    assert sync_costs.main(["--output", str(path), "--rounds", "1", "--layers", "2"]) == 0
+    found = json.loads(path.read_text())["over plain"]
+    kinds = {name: [*each] for name, each in found.items()}
+    assert kinds == {
+        "bf16, bfloat16": ["measured", "stochastic"],
+        "fp8-rollout, float32": ["measured"],  # nothing is rounded there but by the format
+    }
+    plain, measured, stochastic = (number + 0.5 for number in (12, 14, 16))
+    assert found["bf16, bfloat16"]["measured"] == pytest.approx([measured / plain] * 3, abs=1e-3)
+    assert found["bf16, bfloat16"]["stochastic"] == pytest.approx(
+        [stochastic / plain] * 3, abs=1e-3
+    )
+    assert sync_costs.main(["--rounds", "0"]) == 2
