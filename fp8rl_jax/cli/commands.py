@@ -201,6 +201,8 @@ def plan(config: RunConfig) -> int:
     from fp8rl_jax.training.plan import abstract_mesh, as_on_chip, mesh_sizes, report
     from fp8rl_jax.training.source import model_shape
 
+    if config.plan.compile and (lack := ahead.lacks_compiler(ahead.compiled_for(config))):
+        raise UserError(f"plan.compile: {lack}; or leave it false")
     shape, sizes = model_shape(config), mesh_sizes(config.mesh, config.plan.devices)
     check_mesh(config, shape, abstract_mesh(sizes))
     check_lengths(config, shape)
