@@ -24,7 +24,12 @@ from fp8rl_jax.config.training import OptimizerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import ExpertsConfig
 from fp8rl_jax.models.policy import init_policy
-from fp8rl_jax.precision.exact import HopperCompute, InvariantCompute, exact_compute
+from fp8rl_jax.precision.exact import (
+    HopperCompute,
+    InvariantCompute,
+    OrderFreeCompute,
+    exact_compute,
+)
 from fp8rl_jax.rollout.engine import LocalEngine, Prompts
 from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
@@ -145,7 +150,8 @@ def test_a_session_with_hoppers_kernels_is_exact_on_request():
             policy, ByteTokenizer(), "jet-rl", **{"precision.exact": True}, **settings
         )
         assert session.recipe.exact and exact_compute("hopper") is HopperCompute
-        assert exact_compute("reference") is InvariantCompute
+        assert exact_compute("reference") is OrderFreeCompute
+    assert exact_compute("reference") is InvariantCompute  # on the CPU that is here
 
 
 def test_a_resumed_run_keeps_what_was_decided(tmp_path):
