@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks.machine import facts
+from experiments.benchmarks.record import write
 from experiments.command import run_command
 from fp8rl_jax.config.chips import CHIPS
 from fp8rl_jax.config.recipe import RECIPES
@@ -146,7 +147,7 @@ def run(arguments: Arguments) -> None:
                 "libtpu": version("libtpu"),
                 "made": facts("experiments.tpu"),
             }
-            path.write_text(json.dumps(record, indent=1) + "\n")
+            write(path, record)
 
 
 def main(argv: list[str]) -> int:
