@@ -36,6 +36,8 @@ import numpy as np
 
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
+from experiments.fingerprints import measured
+from fp8rl_jax.ablation.record import write_json
 from fp8rl_jax.compare.probe import Tokens, at_once
 from fp8rl_jax.config.recipe import RECIPES, ForwardFormats, Recipe
 from fp8rl_jax.models.config import PolicyConfig
@@ -283,11 +285,17 @@ def main(argv: list[str]) -> int:
 
 
 def run(arguments: Arguments) -> None:
-    """Point by point; what is measured is on disk at once."""
+    """Point by point; what is measured is on disk at once.
+
+    Raises:
+        UserError: what is there was measured with other recipes or dtypes, or by other code.
+    """
     output = Path(arguments.output)
     output.mkdir(parents=True, exist_ok=True)
     path = output / "results.json"
-    record = json.loads(path.read_text()) if path.exists() else {"points": []}
+    record = json.loads(path.read_text()) if path.exists() else {}
+    record["behaviour"] = measured(arguments.recipes, arguments.dtypes, record)
+    record.setdefault("points", [])
     have = {(p["weights"], p["depth"], p["dtype"]) for p in record["points"]}
     for depth in arguments.depths:
         for dtype in arguments.dtypes:
@@ -304,7 +312,7 @@ def run(arguments: Arguments) -> None:
                     "commit": record["made"]["commit"],
                 }
                 record["points"].append(made | {"k3": found})
-                path.write_text(json.dumps(record, indent=1) + "\n")
+                write_json(path, record)
             jax.clear_caches()  # the programs of one depth fit no other
     (output / "summary.md").write_text(summary(record["points"]))
     draw(record["points"], output / "depth.svg")

@@ -1,8 +1,9 @@
 """Do the committed records still say what the code does? `python -m experiments.fingerprints`.
 
-An ablation's record has a fingerprint of the code that made it (fp8rl_jax/ablation/behaviour.py).
+An ablation's record has a fingerprint of the code that made it (fp8rl_jax/ablation/behaviour.py);
+a record that is no ablation's has one of golden runs of the recipes that it measured (`Behaviour`).
 Here it is taken again from the present code, for all records that have one or for those that are
-named, and what differs is told, a line each; then the ablation has to be run again.
+named, and what differs is told, a line each; then the record has to be made again.
 
     python -m experiments.fingerprints --names demo --against runs/ablation/demo/ablation.json
 
@@ -15,19 +16,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments.command import run_command
 from fp8rl_jax.ablation.behaviour import differences, fingerprint
-from fp8rl_jax.ablation.design import read_design
+from fp8rl_jax.ablation.design import Design, read_design
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.statistics import Interval, t_interval
 
 ROOT = Path(__file__).parents[1]
-ABLATIONS, RECORDS = ROOT / "experiments/ablations", ROOT / "experiments/results/ablations"
+RESULTS = ROOT / "experiments/results"
+ABLATIONS, RECORDS = ROOT / "experiments/ablations", RESULTS / "ablations"
+OTHERS: tuple[str, ...] = ()
+"""Records that are no ablations' and have a fingerprint, in experiments/results."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class Arguments:
     """Compare the committed records' fingerprints with the present code, or a record with one."""
 
     names: tuple[str, ...] = ()
-    """Of records in experiments/results/ablations; default: all that have a fingerprint."""
+    """Of records in experiments/results/ablations, or of those of `OTHERS`; default: all that have
+    a fingerprint."""
     against: str = ""
     """ablation.json of other runs of the one that is named."""
 
@@ -58,21 +63,70 @@ def read_record(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: is no record ({error})") from None
 
 
-def stale(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+def measured(
+    recipes: Iterable[str], dtypes: Sequence[str], record: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Give a record that is no ablation's its fingerprint, before anything is measured.
+
+    Args:
+        recipes, dtypes: what is measured, each recipe under each compute dtype.
+        record: what there is already, where more is to be measured.
+
+    Returns:
+        {"arms": settings by name, "fingerprint": of them}, the record's "behaviour".
+
+    Raises:
+        UserError: the record has none, or of other recipes, or of other code.
+    """
+    arms = {
+        f"{recipe}-{dtype}": {"recipe": recipe, "compute_dtype": dtype}
+        for recipe in recipes
+        for dtype in dtypes
+    }
+    before = (record or {}).get("behaviour")
+    if record and (before or {}).get("arms") != arms:
+        raise UserError("--output: the record there is of other recipes or dtypes; name another")
+    (now,) = fingerprint(_of_arms(arms))
+    if before and (lines := differences(before["fingerprint"], now)):
+        raise UserError(f"--output: the record there is of other code; name another: {lines[0]}")
+    return before or {"arms": arms, "fingerprint": now}
+
+
+def _of_arms(arms: Mapping[str, Any]) -> Design:
+    """An ablation of recipes, of which golden runs are made and no others."""
+    settings = {"metric": {"margin": 1.0}, "baseline": next(iter(arms)), "arms": arms}
+    return read_design({"name": "recipes", **settings})
+
+
+def with_fingerprints() -> dict[str, tuple[Design, dict[str, Any], str]]:
+    """All records with a fingerprint: the design that it is of, the fingerprint and the command."""
+    found = {}
+    for path in sorted(RECORDS.glob("*.json")):
+        record = read_record(path)
+        if "fingerprint" in record:
+            design = read_design(ABLATIONS / f"{path.stem}.toml")
+            found[path.stem] = design, record["fingerprint"], record["command"]
+    for name in OTHERS:
+        record = read_record(RESULTS / f"{name}.json")
+        behaviour = record["behaviour"]
+        command = " ".join(record["made"]["command"])
+        found[name] = _of_arms(behaviour["arms"]), behaviour["fingerprint"], command
+    return found
+
+
+def stale(records: Mapping[str, tuple[Design, dict[str, Any], str]]) -> list[list[str]]:
     """Name what the present code does otherwise than the one that made each record, a line each.
 
     Args:
-        records: by name; each has a fingerprint.
+        records: some of `with_fingerprints`.
     """
-    designs = [read_design(ABLATIONS / f"{name}.toml") for name in records]
-    taken = fingerprint(*designs) if designs else []
+    taken = fingerprint(*(design for design, *_ in records.values())) if records else []
     return [
         [
-            f"{name}: {line}; it is a record of other code: {record['command']}, and commit its "
-            "ablation.json"
-            for line in differences(record["fingerprint"], now)
+            f"{name}: {line}; it is a record of other code: {command}, and commit what it makes"
+            for line in differences(before, now)
         ]
-        for (name, record), now in zip(records.items(), taken, strict=True)
+        for (name, (_, before, command)), now in zip(records.items(), taken, strict=True)
     ]
 
 
@@ -123,16 +177,10 @@ def run(arguments: Arguments) -> None:
         lines = [f"{name}: {line}" for line in unlike(committed, found)]
         agreed = f"{name}: agrees with the committed record in verdicts and outcomes"
     else:
-        records = {path.stem: read_record(path) for path in sorted(RECORDS.glob("*.json"))}
-        records = {
-            name: record
-            for name, record in records.items()
-            if (name in arguments.names if arguments.names else "fingerprint" in record)
-        }
-        if missing := set(arguments.names) - {
-            x for x, of in records.items() if "fingerprint" in of
-        }:
+        records = with_fingerprints()
+        if missing := set(arguments.names) - set(records):
             raise UserError(f"--names: {', '.join(sorted(missing))}: no record with a fingerprint")
+        records = {name: records[name] for name in arguments.names or records}
         lines = [line for each in stale(records) for line in each]
         agreed = f"{', '.join(records) or 'no record'}: made by code that behaves as this does"
     print("\n".join(lines) or agreed)

@@ -15,7 +15,6 @@ batches. The relative distance ||g - h|| / ||h|| of all linears' gradients:
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +25,8 @@ import numpy as np
 
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
+from experiments.fingerprints import measured
+from fp8rl_jax.ablation.record import write_json
 from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.run import MeshConfig
@@ -160,12 +161,12 @@ def main(argv: list[str]) -> int:
 
 def run(arguments: Arguments) -> None:
     """Measure, write and print."""
+    behaviour = measured(RECIPES_MEASURED, ["bfloat16"])
     found = measure(load_policy(arguments.model, jnp.float32))
     path = Path(arguments.output)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps({"distances": found, "made": facts("experiments.gradients")}, indent=1) + "\n"
-    )
+    made = facts("experiments.gradients")
+    write_json(path, {"distances": found, "made": made, "behaviour": behaviour})
     for name, values in found.items():
         print(f"{np.mean(values):.2e}  ({min(values):.1e} to {max(values):.1e})  {name}")
 

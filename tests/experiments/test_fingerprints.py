@@ -11,39 +11,46 @@ import pytest
 
 from experiments import fingerprints
 from experiments.command import run_command
-from experiments.fingerprints import ABLATIONS, RECORDS, Arguments, run, stale, unlike
-from fp8rl_jax.ablation.design import read_design
+from experiments.fingerprints import (
+    OTHERS,
+    RECORDS,
+    Arguments,
+    measured,
+    run,
+    stale,
+    unlike,
+    with_fingerprints,
+)
 from fp8rl_jax.config.files import dump_toml
+from fp8rl_jax.errors import UserError
 
-OLDER = {
-    "vllm",
-    "vllm_addition",
-}
+OLDER = {"vllm_addition"}
 """Records that were made before fingerprints. One that is made anew is taken out; none is added."""
 GOLDEN = ("fp8rl_jax.ablation.behaviour", "fp8rl_jax.ablation.golden")
 KEPT = {path.stem: json.loads(path.read_text()) for path in RECORDS.glob("*.json")}
 
 
-def test_records_have_fingerprints():
+def test_records_have_fingerprints(monkeypatch):
+    monkeypatch.chdir(fingerprints.ROOT)
     without = {name for name, record in KEPT.items() if "fingerprint" not in record}
     assert without == OLDER
+    assert len(with_fingerprints()) == len(KEPT) - len(OLDER) + len(OTHERS)
 
 
 @pytest.mark.slow
 def test_the_code_behaves_as_that_of_the_records(monkeypatch):
     """Here a change of behaviour is seen: the record has to be made again, by its command."""
     monkeypatch.chdir(fingerprints.ROOT)
-    records = {name: record for name, record in KEPT.items() if "fingerprint" in record}
-    designs = {name: read_design(ABLATIONS / f"{name}.toml") for name in records}
+    records = with_fingerprints()
     parts = {
         name: "\0".join(
             [
-                json.dumps(record["fingerprint"]),
-                *(dump_toml(arm.config) for arm in designs[name].arms),
-                dump_toml(designs[name].base),
+                json.dumps(before),
+                *(dump_toml(arm.config) for arm in design.arms),
+                dump_toml(design.base),
             ]
         )
-        for name, record in records.items()
+        for name, (design, before, _) in records.items()
     }
 
     def make(names):
@@ -59,6 +66,7 @@ def test_a_record_of_other_code_is_named_with_its_command(monkeypatch, tmp_path,
     taken = {"settings": {"all": {"rl.clip_low": 0.2}, "arms": {}}, "golden": golden}
     monkeypatch.setattr(fingerprints, "fingerprint", lambda *designs: [taken] * len(designs))
     monkeypatch.setattr(fingerprints, "RECORDS", tmp_path)
+    monkeypatch.setattr(fingerprints, "OTHERS", ())
     monkeypatch.chdir(fingerprints.ROOT)
     record = KEPT["demo"] | {"fingerprint": copy.deepcopy(taken)}
     (tmp_path / "demo.json").write_text(json.dumps(record))
@@ -74,6 +82,42 @@ def test_a_record_of_other_code_is_named_with_its_command(monkeypatch, tmp_path,
     assert "fp8rl ablate experiments/ablations/demo.toml" in line
     assert run_command("fingerprints", Arguments, run, ["--names", "recipes", "other"]) == 2
     assert "--names: other, recipes: no record with a fingerprint" in capsys.readouterr().err
+
+
+def test_a_record_of_no_ablation_is_of_the_recipes_that_it_measured(monkeypatch, tmp_path, capsys):
+    designs = []
+
+    def fingerprint(design):
+        designs.append(design)
+        golden = {arm.name: {"rounding": "float32", "loss": [loss]} for arm in design.arms}
+        return [{"settings": {"all": {}, "arms": {}}, "golden": golden}]
+
+    loss = 0.5
+    monkeypatch.setattr(fingerprints, "fingerprint", fingerprint)
+    monkeypatch.setattr(fingerprints, "RECORDS", tmp_path)
+    monkeypatch.setattr(fingerprints, "RESULTS", tmp_path)
+    monkeypatch.setattr(fingerprints, "OTHERS", ("depth",))
+    record = {
+        "behaviour": measured(["bf16", "jet-rl"], ["float32"]),
+        "made": {"command": ["python", "-m", "experiments.depth"]},
+    }
+    (design,) = designs
+    found = [(arm.config.recipe, arm.config.compute_dtype) for arm in design.arms]
+    assert found == [("bf16", "float32"), ("jet-rl", "float32")]
+    assert measured(["bf16", "jet-rl"], ["float32"], record) == record["behaviour"]
+    (tmp_path / "depth.json").write_text(json.dumps(record))
+    run(Arguments())
+    assert capsys.readouterr().out == "depth: made by code that behaves as this does\n"
+    with pytest.raises(UserError, match="of other recipes or dtypes"):
+        measured(["bf16"], ["float32"], record)
+    with pytest.raises(UserError, match="of other recipes or dtypes"):
+        measured(["bf16", "jet-rl"], ["float32"], {"made": record["made"]})  # older
+    loss = 0.6
+    with pytest.raises(UserError, match="of other code; name another: bf16-float32: loss of step"):
+        measured(["bf16", "jet-rl"], ["float32"], record)
+    with pytest.raises(SystemExit, match="1"):
+        run(Arguments(("depth",)))
+    assert "python -m experiments.depth, and commit what it makes" in capsys.readouterr().out
 
 
 def changed(arm: str, less: float = 0.0, verdict: str = "") -> dict:
