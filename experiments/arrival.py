@@ -11,7 +11,7 @@ of each run's float32 masters how well they do as other policies serve them:
 All four are computed in float32, so that roundings of the weights are all that differs. What has
 been measured is on disk at once, and the same command goes on from there; a run's checkpoint and
 weights are removed behind it. The ablation's own record has the arms of which all seeds are there.
-Commands with other `--arms` can share a record, side by side.
+Several commands can share a record, side by side, each on runs that no other one is at.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from fp8rl_jax.ablation.record import (
     write_json,
 )
 from fp8rl_jax.ablation.runner import Runner
+from fp8rl_jax.durable import locked
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.policy import Policy
 from fp8rl_jax.training.evaluation import evaluate
@@ -144,31 +145,34 @@ def run(arguments: Arguments) -> None:
         raise UserError(f"--arms: {', '.join(sorted(unknown))}: none of the ablation's")
     runner = Runner(design)
     path.parent.mkdir(parents=True, exist_ok=True)
-    record = _read(path)
-    wanted = [
+    left = 0
+    for arm, seed in (
         (arm, seed)
         for seed in design.seeds
         for arm in design.arms
         if not arguments.arms or arm.name in arguments.arms
-    ]
-    left = [pair for pair in wanted if design.run_name(*pair) not in record["runs"]]
-    while left and time.monotonic() - began < 3600 * arguments.hours:
-        pair = left.pop(0)
-        name = design.run_name(*pair)
-        print(name, file=sys.stderr)
-        runner.run_one(name)
-        entry = run_entry(design, *pair)
-        accuracies = served(design, *pair)
-        record = _read(path)  # another command may have written to it
-        record.setdefault("behaviours", {})[entry["behaviour"]] = kept_behaviour(design)
-        record["runs"][name] = entry | {"served": accuracies}
-        record["made"] = facts("experiments.arrival")
-        write_json(path, record)
+    ):
+        name = design.run_name(arm, seed)
+        with locked(design.directory / "locks" / name) as ours:
+            if ours is None or name in _read(path)["runs"]:
+                continue  # another command is at it, or it is done
+            if time.monotonic() - began > 3600 * arguments.hours:
+                left += 1
+                continue
+            print(name, file=sys.stderr)
+            runner.run_one(name)
+            entry = run_entry(design, arm, seed) | {"served": served(design, arm, seed)}
+            record = _read(path)
+            record.setdefault("behaviours", {})[entry["behaviour"]] = kept_behaviour(design)
+            record["runs"][name] = entry
+            record["made"] = facts("experiments.arrival")
+            write_json(path, record)
         # gigabytes; what is told of the run is in its files of rows
         shutil.rmtree(design.directory / name / "checkpoints")
         for weights in (design.directory / name / "model").glob("*.safetensors"):
             weights.unlink()
         jax.clear_caches()
+    record = _read(path)
     whole = [
         arm
         for arm in design.arms
@@ -181,7 +185,7 @@ def run(arguments: Arguments) -> None:
         make_record(replace(design, arms=tuple(whole)), runner.resolved, known),
     )
     if left:
-        print(f"{len(left)} runs are left; the same command goes on", file=sys.stderr)
+        print(f"{left} runs are left; the same command goes on", file=sys.stderr)
 
 
 def main(argv: list[str]) -> int:

@@ -220,7 +220,7 @@ def tensor_core_sums() -> str:
 
 
 DEPTH_COMMAND = (
-    "python -m experiments.depth --weights smollm2 --depths 2 4 8 16 "
+    "python -m experiments.depth --weights smollm2 --dtypes bfloat16 "
     "--recipes bf16 fp8-rollout fp8-kv fp8-rl fp8-e2e fp8-e2e-kv infir2"
 )
 
@@ -239,8 +239,8 @@ def depth() -> str:
     chosen = deep()
     bf16 = chosen[-1]["k3"]["bf16"]
     about = prose(f"""
-        What the mismatch is made of, and how it grows with depth: SmolLM2-135M-Instruct cut to its first layers, here to
-        {chosen[-1]["depth"]} of 30 at most, forward passes alone, bfloat16 compute, {bf16["tokens"]} tokens of {len(bf16["total"])} sets of prompts, sampled by the
+        What the mismatch is made of, and how it grows with depth: SmolLM2-135M-Instruct whole ({chosen[-1]["depth"]}
+        layers) and cut to its first layers, forward passes alone, bfloat16 compute, {bf16["tokens"]} tokens of {len(bf16["total"])} sets of prompts, sampled by the
         recipe's own rollout. k3, mean / median over the sets; at the greatest depth the mean's 95 % interval by bootstrap over
         the sets, its parts, and how much of it is one token's, the largest. Each part is the k3 between two programs that
         differ in that one thing, so parts need not add up. `fp8-e2e` and `jet-rl` have the same formats on both sides: what is
@@ -1312,11 +1312,20 @@ def smollm2_long() -> str:
         The same sums for {found.steps} steps, where arms end rather than how fast they go: {found.seeds} paired seeds,
         {found.problems} held-out problems, float32 compute where the name does not say bfloat16.
     """)
+    runs = arrivals(LONG)
+    gains = []
+    for recipe in ("bf16", "fp8-rl", "jet-rl"):
+        plain = f"{recipe}-bfloat16"
+        gain, _ = paired(runs[plain], runs[f"{plain}-dithered"], 0.05)
+        gains.append(f"`{recipe}` {estimate(gain, '+.3f')}")
+    dithered = prose(f"""
+        What dithered masters give in bfloat16 compute by then, paired (95 %): {", ".join(gains)}.
+    """)
     masters = prose("""
         Their masters at the end, served in four ways, and what arrived, as [below](#what-arrives-of-an-update):
     """)
-    runs = {arm: of for arm, of in arrivals(LONG).items() if arm in found.arms}
-    return f"{about}\n\n{learned(found)}\n\n{masters}\n\n{served_in_four_ways(runs)}"
+    parts = [about, learned(found), dithered, masters, served_in_four_ways(runs)]
+    return "\n\n".join(parts)
 
 
 ARRIVAL = "arrival/results.json"
@@ -2235,8 +2244,8 @@ def results() -> str:
     parts = [
         prose("""
             Made by `python -m experiments.figures` from the committed records; every record holds the commit, versions and
-            machine that made it. Those of ablations have a fingerprint of the code's behaviour as well, and tests fail where that
-            has changed; the others have their commit alone. All of it ran on two CPU cores of a cloud machine, but what [one H200](#on-one-h200) did.
+            machine that made it. Those of ablations, and those of depth and of gradients, have a fingerprint of the code's behaviour as well, and tests fail where that has changed; the
+            others have their commit alone. All of it ran on two CPU cores of a cloud machine, but what [one H200](#on-one-h200) did.
         """),
         prose("""
             k3 is the mismatch between rollout and trainer, the mean over tokens of rho - 1 - log rho, where rho is the
@@ -2250,8 +2259,6 @@ def results() -> str:
     for section in SECTIONS:
         if section.there:
             source = f"Command: `{section.command}`. Record: `experiments/results/{section.path}`."
-            if section.path.startswith("ablations/") and "fingerprint" not in record(section.path):
-                source += " It is older than fingerprints, and to be made anew."
             parts.append(f"## {section.heading}\n\n{section.text()}\n\n{source}")
     return "\n\n".join(["# Results", *parts]) + "\n"
 

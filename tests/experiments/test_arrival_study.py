@@ -15,6 +15,7 @@ from tiny_run import LEARNS, write_run
 from experiments.arrival import SERVED, Arguments, main, of_one_code, run
 from experiments.off_grid import GROUP, beside, on_grid
 from fp8rl_jax.ablation.record import behaviour_mark
+from fp8rl_jax.durable import locked
 from fp8rl_jax.models.policy import init_policy
 
 
@@ -87,7 +88,11 @@ def test_the_study_goes_on_from_what_it_has_and_serves_the_masters_in_four_ways(
     assert [
         arm["name"] for arm in json.loads((tmp_path / "ablation.json").read_text())["arms"]
     ] == ["float32"]
-    run(Arguments("study.toml", "results.json", "ablation.json"))
+    every = Arguments("study.toml", "results.json", "ablation.json")
+    with locked(tmp_path / "out" / "locks" / "drawn-0"):  # another command is at it
+        run(every)
+    assert json.loads((tmp_path / "results.json").read_text())["runs"] == first
+    run(every)
     assert "float32-0: started" not in capsys.readouterr().out.split("drawn-0: started")[1]
     both = json.loads((tmp_path / "results.json").read_text())["runs"]
     assert both["float32-0"] == whole and list(both) == ["float32-0", "drawn-0"]

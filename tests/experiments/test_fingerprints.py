@@ -24,17 +24,14 @@ from experiments.fingerprints import (
 from fp8rl_jax.config.files import dump_toml
 from fp8rl_jax.errors import UserError
 
-OLDER = {"vllm_addition"}
-"""Records that were made before fingerprints. One that is made anew is taken out; none is added."""
 GOLDEN = ("fp8rl_jax.ablation.behaviour", "fp8rl_jax.ablation.golden")
 KEPT = {path.stem: json.loads(path.read_text()) for path in RECORDS.glob("*.json")}
 
 
 def test_records_have_fingerprints(monkeypatch):
     monkeypatch.chdir(fingerprints.ROOT)
-    without = {name for name, record in KEPT.items() if "fingerprint" not in record}
-    assert without == OLDER
-    assert len(with_fingerprints()) == len(KEPT) - len(OLDER) + len(OTHERS)
+    assert all("fingerprint" in record for record in KEPT.values())
+    assert len(with_fingerprints()) == len(KEPT) + len(OTHERS)
 
 
 @pytest.mark.slow
