@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -146,12 +147,8 @@ def run(arguments: Arguments) -> None:
     runner = Runner(design)
     path.parent.mkdir(parents=True, exist_ok=True)
     left = 0
-    for arm, seed in (
-        (arm, seed)
-        for seed in design.seeds
-        for arm in design.arms
-        if not arguments.arms or arm.name in arguments.arms
-    ):
+    arms = [arm for arm in design.arms if not arguments.arms or arm.name in arguments.arms]
+    for seed, arm in product(design.seeds, arms):
         name = design.run_name(arm, seed)
         with locked(design.directory / "locks" / name) as ours:
             if ours is None or name in _read(path)["runs"]:

@@ -974,11 +974,11 @@ def gradients() -> str:
     found = record("gradients/results.json")["distances"]
 
     def of(name: str) -> str:
-        return f"{np.mean(found[name]):.1%}"
+        return f"{np.mean(found[name]):.1%} ({min(found[name]):.1%} to {max(found[name]):.1%})"
 
     about = prose(f"""
         Gradients under FP8 depend on what stands beside a row: weight gradients quantize groups of 128 tokens, which span
-        rows. Relative distance of the linears' gradients, the demo's policy, bfloat16 compute, mean of
+        rows. Relative distance of the linears' gradients, the demo's policy, bfloat16 compute, mean (range) of
         {len(found["quantization: jet-rl against bf16"])} batches. "Whole
         groups": prompts and completions padded to 128 tokens, so that no group spans two rows.
     """)
@@ -1957,8 +1957,9 @@ def apart() -> tuple[str, str]:
     """Gradients under FP8."""
     found = record("gradients/results.json")["distances"]["quantization: jet-rl against bf16"]
     return (
-        f"`jet-rl` against `bf16`: a relative distance of {np.mean(found):.1%}",
-        f"{len(found)} batches",
+        f"`jet-rl` against `bf16`: a relative distance of {np.mean(found):.1%} "
+        f"({min(found):.1%} to {max(found):.1%})",
+        f"{len(found)} batches (range)",
     )
 
 
@@ -2244,8 +2245,8 @@ def results() -> str:
     parts = [
         prose("""
             Made by `python -m experiments.figures` from the committed records; every record holds the commit, versions and
-            machine that made it. Those of ablations, and those of depth and of gradients, have a fingerprint of the code's behaviour as well, and tests fail where that has changed; the
-            others have their commit alone. All of it ran on two CPU cores of a cloud machine, but what [one H200](#on-one-h200) did.
+            machine that made it. Those of ablations, and those of depth and of gradients, have a fingerprint of the code's
+            behaviour as well, and tests fail where that has changed; the others have their commit alone. All of it ran on two CPU cores of a cloud machine, but what [one H200](#on-one-h200) did.
         """),
         prose("""
             k3 is the mismatch between rollout and trainer, the mean over tokens of rho - 1 - log rho, where rho is the

@@ -1,9 +1,9 @@
 """Do the committed records still say what the code does? `python -m experiments.fingerprints`.
 
 An ablation's record has a fingerprint of the code that made it (fp8rl_jax/ablation/behaviour.py);
-a record that is no ablation's has one of golden runs of the recipes that it measured (`Behaviour`).
-Here it is taken again from the present code, for all records that have one or for those that are
-named, and what differs is told, a line each; then the record has to be made again.
+some records that are no ablations' have one of golden runs of the recipes that they measured
+(`measured`). Here it is taken again from the present code, for all records that have one or for
+those that are named, and what differs is told, a line each; then the record has to be made again.
 
     python -m experiments.fingerprints --names demo --against runs/ablation/demo/ablation.json
 
