@@ -23,10 +23,12 @@ from fp8rl_jax.caching import cache_dir
 from fp8rl_jax.config.files import read_config, run_directory
 from fp8rl_jax.config.run import MeshConfig, RunConfig
 from fp8rl_jax.config.schema import show
+from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.config.training import CheckpointConfig
 from fp8rl_jax.errors import UserError, switch
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.policy import Policy, init_policy, to_compute
+from fp8rl_jax.parallel import make_mesh
 from fp8rl_jax.tokenizers.byte_tokenizer import ByteTokenizer
 from fp8rl_jax.tokenizers.tokenizer import Tokenizer
 from fp8rl_jax.training.adapters import base_formats
@@ -69,7 +71,9 @@ def trained_settings(
     return {"lora": {"path": str(_trained(run, report)[1])}}
 
 
-def load(source: str | Path, dtype: jnp.dtype = jnp.float32) -> tuple[Policy, Tokenizer]:
+def load(
+    source: str | Path, dtype: jnp.dtype = jnp.float32, **axes: int
+) -> tuple[Policy, Tokenizer]:
     """Load a policy and its tokenizer.
 
     On a Hopper GPU on which nobody has tried the kernels yet, they are tried first, as weights will
@@ -79,15 +83,20 @@ def load(source: str | Path, dtype: jnp.dtype = jnp.float32) -> tuple[Policy, To
         source: Hugging Face directory, hub id, .gguf file, a name that `fp8rl fetch` knows
             ("smollm2-135m"), or a run directory, for what it trained.
         dtype: of the weights; float32 is what training wants.
+        axes: of a mesh, as a Session takes them (fsdp=4, tensor=2): each tensor is read into its
+            places there, and no device has to hold a whole model. Default: the default device.
 
     Raises:
-        UserError: nothing is found, a file is damaged, or there is no tokenizer.
+        UserError: nothing is found, a file is damaged, or there is no tokenizer; there is no such
+            axis, the devices are more or fewer, or a tensor does not divide by its axes.
     """
     if not isinstance(source, str | Path):
         raise UserError(f"load: expected a model's name or directory, got {show(source)}")
+    settings = {f"mesh.{name}": size for name, size in axes.items()}
+    config = with_settings(RunConfig(), settings).mesh
     directory = find_model(source)
     self_test.confirm("auto", lambda: kernel_sizes(read_policy_config(directory)))
-    return files.load(directory, dtype)
+    return files.load(directory, dtype, mesh=make_mesh(config) if axes else None)
 
 
 def load_model(config: RunConfig, mesh: Mesh | None = None) -> tuple[Policy, Tokenizer]:

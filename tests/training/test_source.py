@@ -12,6 +12,7 @@ from tiny_run import LEARNS, faults, metric_rows, train, write_run
 
 import fp8rl_jax as fp8rl
 from fp8rl_jax.cli.main import main
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.training.source import find_model
 from fp8rl_jax.weights.load import load_policy
 
@@ -81,8 +82,12 @@ def test_every_command_takes_a_run(tmp_path, capsys):
         if words[0] not in ("plan", "train", "doctor"):
             assert f"{run}: the trained model of step 1, {run}/model" in capsys.readouterr().err
     assert (tmp_path / "e" / "config.json").exists()
-    policy, _ = fp8rl.load(run)
+    policy, _ = fp8rl.load(run, fsdp=1)
     assert policy.config.num_layers == 1
+    with pytest.raises(UserError, match="mesh.fdsp: unknown setting"):
+        fp8rl.load(run, fdsp=1)
+    with pytest.raises(UserError, match="3"):
+        fp8rl.load(run, fsdp=3)
     assert tomllib.loads((run / "config.toml").read_text())["model"]["path"] == ""
     capsys.readouterr()
     shutil.rmtree(run / "model")
