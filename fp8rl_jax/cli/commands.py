@@ -192,21 +192,20 @@ def plan(config: RunConfig) -> int:
     if config.plan.compile and (chip is None or chip.hopper):
         from pallas_kernels.check.compile import activate_toolchain, missing_toolchain
 
-        if lack := missing_toolchain():
-            raise UserError(f"plan.compile: {lack}; or leave it false")
-        activate_toolchain()
+        if not missing_toolchain():
+            activate_toolchain()
     start_jax()
     from fp8rl_jax.training import ahead, roofline
     from fp8rl_jax.training.checks import check_lengths, check_mesh, check_shape
     from fp8rl_jax.training.plan import abstract_mesh, as_on_chip, mesh_sizes, report
     from fp8rl_jax.training.source import model_shape
 
-    if config.plan.compile and (lack := ahead.lacks_compiler(ahead.compiled_for(config))):
-        raise UserError(f"plan.compile: {lack}; or leave it false")
+    if config.plan.compile:
+        ahead.check_compiler(config)
     shape, sizes = model_shape(config), mesh_sizes(config.mesh, config.plan.devices)
     check_mesh(config, shape, abstract_mesh(sizes))
     check_lengths(config, shape)
-    with as_on_chip(config):
+    with as_on_chip(config.plan.chip):
         check_shape(config, shape)
     text, fits = report(shape, config, sizes)
     print(text, flush=True)

@@ -10,7 +10,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -41,11 +41,10 @@ from fp8rl_jax.rollout.sampling import Sampling
 from fp8rl_jax.training.adapters import adapted_shapes
 from fp8rl_jax.training.batch import Batch
 from fp8rl_jax.training.learner import micro_batches, step_config
-from fp8rl_jax.training.plan import rollout_sizes
+from fp8rl_jax.training.plan import as_on_chip, rollout_sizes
 from fp8rl_jax.training.roofline import size_text
 from fp8rl_jax.training.state import init_state, make_optimizer
 from fp8rl_jax.training.step import StepConfig, update_program
-from pallas_kernels.backend import tracing_for
 from pallas_kernels.matmul import selected_backend
 
 
@@ -179,20 +178,11 @@ def compiled_program(
     chip: str = "h200",
 ) -> tuple[str, Any]:
     """Compile as `compile_for`, and give the program's text and memory as XLA tells them."""
-    with tracing_on(chip), _cudnn_assumed():
+    with as_on_chip(chip), _cudnn_assumed():
         made = lower(shape, config, mesh_for(sizes, chip)).compile()
     text, memory = made.as_text(), made.memory_analysis()
     assert text is not None and memory is not None  # these compilers give both
     return text, memory
-
-
-def tracing_on(chip: str) -> AbstractContextManager[None]:
-    """Trace programs as on a chip of that name, whatever this machine is."""
-    if CHIPS[chip].tpu:
-        return tracing_for("tpu")
-    from pallas_kernels.check.compile import SMS  # which imports what is there for GPUs alone
-
-    return tracing_for(SMS)
 
 
 def mesh_for(sizes: Mapping[str, int], chip: str = "h200") -> jax.sharding.Mesh:
@@ -257,27 +247,38 @@ def _cudnn_assumed() -> Generator[None]:
         cudnn.check_cudnn_version = asked
 
 
-def describe(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> str:
-    """Compile update and rollout for the run's plan.chip, H200s without one, and write what XLA
-    plans of them.
+def check_compiler(config: RunConfig) -> None:
+    """Refuse plan.compile where no program of a run can be compiled here.
 
     Raises:
-        UserError: no program of this run can be compiled so.
+        UserError: which and why.
     """
     if config.task.kind == "text":
         raise UserError(
             'plan.compile: the programs of runs on problems are compiled; with task.kind = "text" '
             "leave it false"
         )
-    chip = compiled_for(config)
-    if not CHIPS[chip].hopper and (why := lacks_compiler(chip)):
+    if why := lacks_compiler(_compiled_for(config)):
         raise UserError(f"plan.compile: {why}; or leave it false")
+
+
+def describe(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> str:
+    """Compile update and rollout for the run's plan.chip, H200s without one, and write what XLA
+    plans of them.
+
+    Args:
+        config: of a run that `check_compiler` has let pass.
+
+    Raises:
+        UserError: as `compile_for`.
+    """
+    chip = _compiled_for(config)
     programs: dict[str, Lower] = {"update": lower_update}
     if config.rollout.engine != "vllm":
         programs[f"{config.rollout.engine} rollout"] = lower_rollout
-    name = "H200s" if CHIPS[chip].hopper else chip
+    devices = "H200s" if CHIPS[chip].hopper else chip
     lines = [
-        f"Compiled for {name} by XLA (nothing ran; the cache and weights of a paged rollout are "
+        f"Compiled for {devices} by XLA (nothing ran; the cache and weights of a paged rollout are "
         "arguments, not temporaries):"
     ]
     own = rollout_sizes(config.mesh, sizes)
@@ -293,7 +294,7 @@ def describe(shape: PolicyConfig, config: RunConfig, sizes: dict[str, int]) -> s
     return "\n".join(lines)
 
 
-def compiled_for(config: RunConfig) -> str:
+def _compiled_for(config: RunConfig) -> str:
     """Name the chip that a run's programs are compiled for."""
     return config.plan.chip if config.plan.chip in CHIPS else "h200"
 

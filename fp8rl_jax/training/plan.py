@@ -204,7 +204,7 @@ def footprint(shape: PolicyConfig, config: RunConfig, mesh: AbstractMesh) -> Foo
     of = _shapes(shape, config)
     rules = _decode_rules(config)
     placed = partial(_device_bytes, mesh=mesh, rules=rules)
-    with as_on_chip(config):
+    with as_on_chip(config.plan.chip):
         read = jax.eval_shape(predequantized, of.served)
         token = _cached_bits(shape, config, of.served, mesh) / 8
     layers = [read.layers] if isinstance(read.layers, Layer) else read.layers
@@ -248,7 +248,7 @@ def memory_plan(
         f"masters ({recipe.master.name})": _device_bytes(kept, mesh),
         "optimizer state": _device_bytes(of.found, mesh),
     }
-    with as_on_chip(config):
+    with as_on_chip(config.plan.chip):
         backward = _backward(shape, config, masters, mesh, recipe.master == FLOAT32)
     phases = {
         "backward": backward,
@@ -273,7 +273,7 @@ def memory_plan(
     if size := config.support_size(shape.vocab_size):
         always[f"supports of {size} tokens (int32)"] = _support_bytes(config, size, mesh)
     beside = None
-    with as_on_chip(config):
+    with as_on_chip(config.plan.chip):
         if own.size:
             apart = rollout_mesh(config.mesh)
             rules = _decode_rules(config)
@@ -296,12 +296,17 @@ def memory_plan(
     return Plan(always, phases, math.prod(sizes.values()), beside)
 
 
-def as_on_chip(config: RunConfig) -> AbstractContextManager[None]:
-    """Choose kernels as on the chip that has a name, whatever this machine is."""
-    chip = CHIPS.get(config.plan.chip)
+def as_on_chip(name: str) -> AbstractContextManager[None]:
+    """Trace as on a chip of that name, whatever this machine is; as here where kernels of ours are
+    for none such."""
+    chip = CHIPS.get(name)
     if chip is not None and chip.tpu:
         return tracing_for("tpu")
-    return tracing_for(1) if chip is not None and chip.hopper else nullcontext()
+    return tracing_for(_SMS) if chip is not None and chip.hopper else nullcontext()
+
+
+_SMS = 132
+"""Of an H100 and an H200."""
 
 
 def abstract_mesh(sizes: dict[str, int]) -> AbstractMesh:

@@ -287,7 +287,6 @@ def test_what_is_compiled_is_told_by_program_and_axis(monkeypatch):
         "  static rollout: 6.7 GB of temporaries; a device sends 76.1 MB over tensor in each step "
         "of its loop"
     )
-    monkeypatch.setattr(ahead.importlib.util, "find_spec", lambda name: object())
     on_tpu = replace(CONFIG, plan=PlanConfig("tpu-v6e"))
     first, update, _ = ahead.describe(SHAPE, on_tpu, ONE | {"fsdp": 2}).splitlines()
     assert first.startswith("Compiled for tpu-v6e by XLA")
@@ -295,12 +294,12 @@ def test_what_is_compiled_is_told_by_program_and_axis(monkeypatch):
     assert asked == ["h200", "h200", "tpu-v6e", "tpu-v6e"]
     monkeypatch.setattr(ahead.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="compile for a TPU with: pip install libtpu"):
-        ahead.describe(SHAPE, on_tpu, ONE | {"fsdp": 2})
+        ahead.check_compiler(on_tpu)
     with pytest.raises(UserError, match="h100, h200, h20, tpu-v5e, tpu-v6e, and none for b200"):
-        ahead.describe(SHAPE, replace(CONFIG, plan=PlanConfig("b200")), ONE)
+        ahead.check_compiler(replace(CONFIG, plan=PlanConfig("b200")))
     with pytest.raises(
         UserError, match=r"a slice of tpu-v5e has 1, 2, 4, \.\.\. or 256 chips, not 6"
     ):
         ahead.mesh_for(ONE | {"data": 6}, "tpu-v5e")
     with pytest.raises(UserError, match=r"plan.compile: .* leave it false"):
-        ahead.describe(SHAPE, replace(CONFIG, task=TaskConfig(kind="text")), ONE)
+        ahead.check_compiler(replace(CONFIG, task=TaskConfig(kind="text")))
