@@ -79,9 +79,10 @@ slow: install ## the tests that take longest: whole runs, several processes, kil
 	$(call both,$(HERE) and slow)
 
 # Jupyter is of no use to a run, so it is installed here alone.
-night: slow ## make slow, then every notebook as it is, headless; writes experiments/results/night.json
+night: slow ## make slow, then every notebook, and what README and docs print; writes experiments/results/night.json
 	@$(BIN)/pip install -qq --no-compile -c constraints.txt -e '.[notebooks]'
 	@$(BIN)/python -m experiments.notebooks
+	@$(BIN)/python -m experiments.documents
 
 chaos: install ## kill runs at 30 random moments, and go on: the same bits; 500 steps: the same memory
 	@$(BIN)/python -m experiments.chaos

@@ -98,15 +98,20 @@ def _warnings(cells: list[Any]) -> Iterator[str]:
                 yield output["text"].strip().splitlines()[-1]
 
 
-def record(verdicts: dict[str, str]) -> None:
-    """Put verdicts into the record; those of notebooks that are gone leave it."""
-    kept = json.loads(RECORD.read_text())["notebooks"] if RECORD.exists() else {}
-    names = {path.stem: path for path in notebooks()}
-    for name, verdict in verdicts.items():
-        kept[name] = {"code": fingerprint(names[name]), "verdict": verdict}
-    kept = {name: kept[name] for name in names if name in kept}
-    text = json.dumps({"notebooks": kept}, indent=1) + "\n"
-    write_durably(RECORD, text.encode())
+def write_verdicts(kind: str, verdicts: dict[str, str], fingerprints: dict[str, str]) -> None:
+    """Put verdicts on what `make night` runs into its record; what is gone leaves it.
+
+    Args:
+        kind: notebooks or pages.
+        verdicts: of some of them, by name.
+        fingerprints: of all that there are.
+    """
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    kept = record.get(kind, {}) | {
+        name: {"code": fingerprints[name], "verdict": verdict} for name, verdict in verdicts.items()
+    }
+    record[kind] = {name: kept[name] for name in fingerprints if name in kept}
+    write_durably(RECORD, (json.dumps(record, indent=1) + "\n").encode())
 
 
 def main(arguments: Arguments) -> None:
@@ -125,11 +130,11 @@ def main(arguments: Arguments) -> None:
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "FP8RL_COMPILING_AFTER": "3600",
     }
-    failed = []
+    failed, known = [], {path.stem: fingerprint(path) for path in notebooks()}
     for path in chosen:
         verdict = run(path, arguments.timeout, arguments.write)
         print(f"{path.stem}: {verdict}", flush=True)
-        record({path.stem: verdict})
+        write_verdicts("notebooks", {path.stem: verdict}, known)
         if verdict != "ran":
             failed.append(path.stem)
     if failed:

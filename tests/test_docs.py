@@ -20,6 +20,17 @@ from tiny_run import RUN
 
 import fp8rl_jax as fp8rl
 from experiments import coming_from
+from experiments.documents import (
+    MODEL,
+    Page,
+    as_run,
+    elsewhere,
+    faults,
+    furnish,
+    read_page,
+    to_run,
+)
+from experiments.notebooks import RECORD
 from fp8rl_jax.cli.load import load_config, parse_arguments
 from fp8rl_jax.cli.main import COMMANDS, main
 from fp8rl_jax.config.recipe import RECIPES
@@ -215,16 +226,9 @@ def commands(page: Path) -> list[list[str]]:
 @pytest.fixture
 def anywhere(tmp_path, monkeypatch):
     """A directory with the files that commands name, the repository's and some of one's own."""
-    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
-    for name in ("RUN.toml", "base.toml", "recipe.toml", "topr.toml", "run.toml"):
+    furnish(tmp_path)
+    for name in ("base.toml", "recipe.toml", "run.toml"):
         (tmp_path / name).touch()
-    for page in (GUIDES / name for name in ("data.md", "reward.md", "verifiers.md")):
-        for _, name, code in re.findall(
-            r"^```(python|toml)\n# (\w+\.\w+)\n(.*?)^```", page.read_text(), re.M | re.S
-        ):
-            (tmp_path / name).write_text(code)
-    rows = re.search(r"```json\n(.*?)```", (GUIDES / "data.md").read_text(), re.S)
-    (tmp_path / "train.jsonl").write_text(rows[1])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
@@ -258,6 +262,65 @@ def test_its_commands_are_understood(page, anywhere):
             understood([*words])
         except BaseException as fault:
             raise AssertionError(f"fp8rl {shlex.join(words)}: {fault}") from fault
+
+
+def test_what_pages_print_has_run_as_it_stands():
+    """`python -m experiments.documents --pages PAGE` runs what is new, `make night` all."""
+    ran = {name: {"code": page.fingerprint(), "verdict": "ran"} for name, page in to_run().items()}
+    assert len(ran) > 10 and json.loads(RECORD.read_text())["pages"] == ran
+
+
+def test_what_a_page_prints_is_read(tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text(PAGE)
+    page = read_page(path)
+    assert page.files == {"mine.toml": "[trainer]\nsteps = 2\n"}
+    assert page.program == "x = 1\nassert x == 1\n"
+    assert page.commands == [["train", "RUN.toml", "--recipe", "jet-rl"], ["gate", "RUN.toml"]]
+    assert page.runs and not elsewhere(page.commands[0])
+    assert elsewhere(["ablate", "experiments/ablations/demo.toml"]).startswith("hours")
+    path.write_text(PAGE.replace("jet-rl", "bf16"))
+    assert read_page(path).fingerprint() != page.fingerprint()
+    path.write_text("`fp8rl train` in a sentence")
+    assert not read_page(path).runs
+
+
+PAGE = """
+```toml
+# mine.toml
+[trainer]
+steps = 2
+```
+
+    fp8rl train RUN.toml \\
+      --recipe jet-rl   # a comment
+    .venv/bin/fp8rl gate RUN.toml
+
+```python
+x = 1
+```
+```python
+assert x == 1
+```
+"""
+
+
+def test_what_is_left_to_the_reader_has_a_stand_in():
+    words = "export --model DIR --output DIR --format bf16".split()
+    own = f"export --model {MODEL} --output runs/out-3 --format bf16".split()
+    assert as_run(words, 3) == own
+    words = "train RUN.toml --recipe bf16".split()
+    assert as_run(words, 0) == [*words, "--output", "runs/out-0", "--trainer.steps", "2"]
+    words = "pretrain RUN.toml --recipe nvfp4".split()
+    assert as_run(words, 0)[1] == "experiments/runs/pretraining.toml"
+    assert as_run(["train"], 0) == ["train"]  # the first one of the README, to its end
+
+
+def test_what_fails_is_named(tmp_path):
+    page = Page({}, "import no_such_module\n", [["train", "RUN.toml", "--trainer.step", "2"]])
+    program, command = faults(tmp_path, page, 100)
+    assert program.startswith("its program: status 1: ModuleNotFoundError: No module named")
+    assert command.startswith("fp8rl train RUN.toml --trainer.step 2: status 2: ")
 
 
 def test_a_name_from_elsewhere_is_answered_as_the_guide_prints_it(capsys):
@@ -301,10 +364,7 @@ def test_the_programs_of_the_guides_are_understood(anywhere, monkeypatch):
         seen.append(with_settings(RunConfig(), given.get("settings", {})))
 
     monkeypatch.setattr(fp8rl, "train", train)
-    for code in re.findall(
-        r"```python\n(?!# \w+\.py)(.*?)```", (GUIDES / "data.md").read_text(), re.S
-    ):
-        exec(compile(code, "docs/guides/data.md", "exec"), {})
+    exec(compile(read_page(GUIDES / "data.md").program, "docs/guides/data.md", "exec"), {})
     assert [config.recipe for config in seen] == ["fp8-rl"]
 
 
