@@ -2245,7 +2245,7 @@ def results() -> str:
     parts = [
         prose("""
             Made by `python -m experiments.figures` from the committed records; every record holds the commit, versions and
-            machine that made it. Those of ablations, and those of depth and of gradients, have a fingerprint of the code's
+            machine that made it. Those of ablations, of depth, of gradients and of fake quantization have a fingerprint of the code's
             behaviour as well, and tests fail where that has changed; the others have their commit alone. All of it ran on two CPU cores of a cloud machine, but what [one H200](#on-one-h200) did.
         """),
         prose("""

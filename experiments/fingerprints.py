@@ -30,7 +30,7 @@ from fp8rl_jax.statistics import Interval, t_interval
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results"
 ABLATIONS, RECORDS = ROOT / "experiments/ablations", RESULTS / "ablations"
-OTHERS = ("depth/results", "gradients/results")
+OTHERS = ("depth/results", "fake_quantization", "gradients/results")
 """Records that are no ablations' and have a fingerprint, in experiments/results."""
 
 

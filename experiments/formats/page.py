@@ -304,18 +304,6 @@ def of_attention(records: Records) -> Table:
     return Table("Inside of attention", about, heads, rows)
 
 
-INDEPENDENT = {
-    (BASE, "both"): "0.0276 (0.0237 to 0.0315)",
-    (BASE, "weights"): "0.0225",
-    (BASE, "activations"): "0.0126",
-    ("e4m3-128x128-power_of_two", "both"): "0.060 (0.042 to 0.082)",
-    ("e4m3", "both"): "0.052",
-    ("e4m3-1xall", "both"): "0.051",
-    ("e4m3-1x32", "both"): "0.0218",
-}
-"""Mean k3 of 835 tokens of SmolLM2-135M under fake quantization in torch, written apart from this
-code; the tokens are those of our rollout in BASE, whatever is scored. Per tensor it has one scale
-for the activations of a sequence, where the row here has one a token."""
 IN_RECORD = {
     (BASE, "both"): "both",
     (BASE, "weights"): "weights alone",
@@ -323,45 +311,37 @@ IN_RECORD = {
     ("e4m3-128x128-power_of_two", "both"): "power-of-two scales",
     ("e4m3", "both"): "a scale per tensor",
 }
-"""The same in experiments/results/fake_quantization.json, a second writing, on 771 tokens."""
+"""What experiments/results/fake_quantization.json calls them. Per tensor it has one scale for the
+activations of a sequence, where the row here has one a token."""
 
 
 def beside_torch(records: Records) -> Table:
-    """Our k3 beside that of others' fake quantization."""
-    variants = json.loads((RECORDS.parent / "fake_quantization.json").read_text())["variants"]
+    """Our k3 beside that of fake quantization in torch."""
+    torch = json.loads((RECORDS.parent / "fake_quantization.json").read_text())
     rows = []
-    for (name, flow), told in INDEPENDENT.items():
+    for (name, flow), variant in IN_RECORD.items():
         if not (own := records.k3(name, flow)):
             continue
         low, high = np.quantile(
             np.random.default_rng(0).choice(own, (10_000, len(own))).mean(1), (0.025, 0.975)
         )
         given = records.k3(name, "given") if flow == "both" else []
-        second = ""
-        if (name, flow) in IN_RECORD:
-            of = variants[IN_RECORD[name, flow]]["torch"]
-            second = f"{of['k3']:.4f} ({of['interval'][0]:.4f} to {of['interval'][1]:.4f})"
+        of = torch["variants"][variant]["torch"]
         rows.append(
             [
                 f"`{name}`"
                 + {"both": "", "weights": ", weights alone"}.get(flow, ", activations alone"),
                 f"{np.mean(own):.4f} ({low:.4f} to {high:.4f})",
                 f"{np.mean(given):.4f}" if given else "",
-                told,
-                second,
+                f"{of['k3']:.4f} ({of['interval'][0]:.4f} to {of['interval'][1]:.4f})",
             ]
         )
     about = f"""
         Mean k3, with 95 % intervals by bootstrap over sets of prompts (ours) or prompts (torch). Ours is of tokens that the row
         itself sampled, and once more of those that `{BASE}` sampled, as all of torch's are.
     """
-    heads = [
-        "format",
-        "ours",
-        f"ours, tokens of `{BASE}`",
-        "torch, 835 tokens",
-        "torch, 771 tokens",
-    ]
+    tokens = torch["completions"]["tokens"]
+    heads = ["format", "ours", f"ours, tokens of `{BASE}`", f"torch, {tokens} tokens"]
     return Table("Beside fake quantization in torch", about, heads, rows)
 
 
