@@ -74,7 +74,7 @@ def ratios(session: Session, rollout: Experience) -> dict[str, Any]:
     """Measure the ratios of one rollout of a session that replays supports; of one that is not
     truncated over the vocabulary alone."""
     config = step_config(session.config, session.recipe)
-    batch = rollout.batch(config.rl, session.config.samples_truncated())
+    batch = rollout.batch(config.rl)
     found, sides = {}, {"vocabulary": None}
     if batch.support is not None:
         sides["support"] = batch.support

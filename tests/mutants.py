@@ -1996,10 +1996,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def attempt(mutant: Mutant) -> str:
             tree, start = trees.get(), time.monotonic()
             try:
-                verdict = run(mutant, tree)
+                verdict, said = run(mutant, tree)
             finally:
                 trees.put(tree)
             what = "" if verdict == "killed" else f": {mutant.old!r} -> {mutant.new!r}"
+            what += f"\n{said}" if verdict == "broken" else ""
             print(
                 f"{verdict:8} {mutant.file} {mutant.name} ({time.monotonic() - start:.0f} s){what}",
                 flush=True,
@@ -2028,8 +2029,9 @@ def copy_tree(target: Path) -> Path:
     return target
 
 
-def run(mutant: Mutant, tree: Path) -> str:
-    """killed: a test fails; SURVIVED: none does; broken: the tests did not run to an answer."""
+def run(mutant: Mutant, tree: Path) -> tuple[str, str]:
+    """killed: a test fails; SURVIVED: none does; broken: the tests did not run to an answer. And
+    what pytest said."""
     path = tree / mutant.file
     text, stat = path.read_text(), path.stat()
     try:
@@ -2038,11 +2040,11 @@ def run(mutant: Mutant, tree: Path) -> str:
         # a time of its own, whatever the clock's grain: no compiled module of the original is taken
         # for it
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**10))
-        code, _ = pytest(mutant.tests.split(" ", 1), tree, PYTHONDONTWRITEBYTECODE="1")
+        code, said = pytest(mutant.tests.split(" ", 1), tree, PYTHONDONTWRITEBYTECODE="1")
     finally:
         path.write_text(text)
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    return {0: "SURVIVED", 1: "killed"}.get(code, "broken")
+    return {0: "SURVIVED", 1: "killed"}.get(code, "broken"), f"status {code}: {said}"
 
 
 def failing(mutants: Sequence[Mutant], tree: Path) -> str:

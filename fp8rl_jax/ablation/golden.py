@@ -253,7 +253,7 @@ def _forced(session: Session, prompts: Sequence[str]) -> Experience:
     }
     texts = [each.texts[place] for place in range(len(prompts)) for each in found]
     joined = replace(rollouts[0], metrics={}, **rows)
-    return Experience(texts=texts, samples=len(WORDS), temperature=own.temperature, rollout=joined)
+    return replace(found[0], texts=texts, samples=len(WORDS), rollout=joined)
 
 
 def _only(word: str, vocab_size: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class OptimizerConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay after warm-up."""
     final_ratio: float = 0.1
-    """Learning rate at the last update, as a part of the peak."""
+    """Learning rate that a decay ends at, behind the last update, as a part of the peak."""
     beta1: float = 0.9
     """Decay of Adam's first moment."""
     beta2: float = 0.99

@@ -187,7 +187,7 @@ def reward_metrics(
 
     Prompts without a valid reward are left out. Arguments and errors as in `group_advantages`.
     """
-    groups, counted = _groups(rewards, samples_per_prompt, valid)
+    groups, counted = _groups(rewards, samples_per_prompt, valid, least=1)
     graded = counted.any(axis=1)
     deviation = groups - masked_mean(groups, counted, axis=1)[:, None]
     return {

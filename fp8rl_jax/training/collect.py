@@ -90,6 +90,7 @@ class Collector:
         self.samples = config.rollout.samples_per_prompt
         self.count = config.rollout.prompts_per_step
         self.extra = config.rollout.paged.extra_prompts
+        self.updates = config.trainer.updates_per_rollout
 
     def prompts(self, step: int) -> Prompts:
         """Encode the prompts of the first round of `step`."""
@@ -125,6 +126,8 @@ class Collector:
         joined = Scores.join(scores)
         # informative prompts first, each in the order of sampling; what is left over is not used
         chosen = np.argsort(~informative, kind="stable")[: self.count]
+        if self.dynamic.enabled:  # dealt out, so that each update has about as many of them
+            chosen = chosen.reshape(-1, self.updates).T.ravel()
         rows = rows_of(chosen, self.samples)
         return Collected(
             experience=self._picked(sampled, chosen, rows) if self.dynamic.enabled else sampled[0],

@@ -57,6 +57,7 @@ class Experience:
         sample_of_row: of episodes, the sample that each row belongs to, -1 for an empty row. None:
             row c is sample c, and those behind the last sample are empty.
         attended: of episodes, the tokens that are there: sampled ones and observations.
+        truncated: whether they were drawn from another distribution than the policy's.
     """
 
     texts: list[str]
@@ -66,6 +67,7 @@ class Experience:
     episodes: Sequence[Episode] | None = None
     sample_of_row: Int[np.ndarray, " b"] | None = None
     attended: Bool[Array, "b t"] | None = None
+    truncated: bool = False
 
     @property
     def prompts(self) -> int:
@@ -131,12 +133,11 @@ class Experience:
         rollout = self.rollout
         return rollout.policy_logprobs if rollout.support is None else rollout.behaviour_logprobs
 
-    def batch(self, config: RLConfig, truncated: bool, entering: Entering = None) -> Batch:
+    def batch(self, config: RLConfig, entering: Entering = None) -> Batch:
         """Make the rows to train on, with advantages of 0.
 
         Args:
             config: its correction resolved.
-            truncated: sampling was from a truncated distribution.
             entering: samples in the loss.
 
         Raises:
@@ -145,7 +146,7 @@ class Experience:
         """
         rollout, in_loss = self.rollout, None
         if (
-            truncated
+            self.truncated
             and config.correction.truncated_sampling == "replay"
             and rollout.support is None
         ):
@@ -157,7 +158,7 @@ class Experience:
             rollout.behaviour_logprobs,
             rollout.policy_logprobs,
             config.correction,
-            truncated=truncated,
+            truncated=self.truncated,
         )
         mask, rows = rollout.mask, len(rollout.tokens)
         if self.sample_of_row is None and len(self.texts) < rows:
@@ -267,6 +268,7 @@ def episode_experience(
     pad: int,
     sharding: jax.sharding.Sharding,
     multiple: int | None = None,
+    truncated: bool = False,
 ) -> Experience:
     """Make the rows of episodes, padded: position t of a row stands at prompt_length + t.
 
@@ -284,6 +286,7 @@ def episode_experience(
         pad: token id of the padding.
         sharding: of the rows.
         multiple: the number of rows is a multiple of it; default: of the number of episodes.
+        truncated: as in `Experience`.
 
     Raises:
         ValueError: a row does not fit.
@@ -341,6 +344,7 @@ def episode_experience(
         episodes=episodes,
         sample_of_row=column([index for index, _ in rows], -1),
         attended=attended,
+        truncated=truncated,
     )
 
 

@@ -62,11 +62,14 @@ def is_scaled(fmt: TensorFormat) -> bool:
     return fmt.scale != "none" and in_blocks(fmt)
 
 
-def check_gradients(recipe: Recipe, mesh: Mesh | AbstractMesh, packing: bool) -> None:
-    """Refuse what several replicas cannot exchange.
+def check_gradients(
+    recipe: Recipe, mesh: Mesh | AbstractMesh, packing: bool, objective: str
+) -> None:
+    """Refuse what several replicas cannot exchange, or compute of their own part of a batch.
 
     Args:
         packing: whether completions are packed.
+        objective: rl.objective.
 
     Raises:
         UserError: naming the recipe and what to set.
@@ -89,6 +92,11 @@ def check_gradients(recipe: Recipe, mesh: Mesh | AbstractMesh, packing: bool) ->
         raise UserError(
             f"{start}packed rows are of several replicas; set trainer.packing = false, or "
             "trainer.length_buckets"
+        )
+    if objective == "p3o":
+        raise UserError(
+            f'{start}the effective part of the sample, which rl.objective "p3o" weighs by, is of '
+            'all replicas; set mesh.data = 1, or precision.weight_gradient = "float32"'
         )
 
 

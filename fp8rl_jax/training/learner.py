@@ -149,7 +149,7 @@ class Learner:
         self.run, self.trainer, self.mesh = config, config.trainer, mesh
         self.count = config.trainer.updates_per_rollout
         self.config = step_config(config, recipe)
-        check_gradients(recipe, mesh, config.trainer.packing)
+        check_gradients(recipe, mesh, config.trainer.packing, config.rl.objective)
         self.use()
         settings = self.config.rl
         needed = settings.kl_coefficient > 0 or settings.reward_kl.coefficient > 0

@@ -82,6 +82,7 @@ class Optimizer(Protocol):
         gradients: Any,
         state: Any,
         norm: Float[Array, ""],
+        updates: Int[Array, ""],
         keep: Bool[Array, ""] | bool = True,
     ) -> tuple[Any, Any, Bool[Array, ""]]:
         """Make one update.
@@ -89,6 +90,7 @@ class Optimizer(Protocol):
         Args:
             params, gradients: as they are kept.
             norm: of all gradients.
+            updates: number of those before, for the schedule.
             keep: where it is False, everything stays as it is.
 
         Returns:
@@ -181,6 +183,7 @@ class AdamW:
         gradients: Any,
         state: Any,
         norm: Float[Array, ""],
+        updates: Int[Array, ""],
         keep: Bool[Array, ""] | bool = True,
     ) -> tuple[Any, Any, Bool[Array, ""]]:
         """Make one update, one tensor after the other and each in its place.
@@ -189,7 +192,7 @@ class AdamW:
         tree alone.
         """
         numbers, recipe, before = self.numbers, self.recipe, self._adam(state)
-        rate = self.schedule(before.count)
+        rate = self.schedule(updates)
         count = optax.safe_increment(before.count)
         bias1, bias2 = 1 - numbers.beta1**count, 1 - numbers.beta2**count
 
@@ -277,10 +280,11 @@ class SGD:
         gradients: Any,
         state: optax.ScaleByScheduleState,
         norm: Float[Array, ""],
+        updates: Int[Array, ""],
         keep: Bool[Array, ""] | bool = True,
     ) -> tuple[Any, optax.ScaleByScheduleState, Bool[Array, ""]]:
         """Make one update."""
-        numbers, rate = self.numbers, self.schedule(state.count)
+        numbers, rate = self.numbers, self.schedule(updates)
         masters, treedef = jax.tree.flatten(params, is_leaf=is_kept)
         key, done = jax.random.fold_in(jax.random.key(0), state.count), []
 

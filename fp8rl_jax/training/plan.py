@@ -238,7 +238,7 @@ def memory_plan(
     """
     sizes = sizes or mesh_sizes(config.mesh)
     mesh = abstract_mesh(sizes)
-    check_gradients(config.resolved_recipe, mesh, config.trainer.packing)
+    check_gradients(config.resolved_recipe, mesh, config.trainer.packing, config.rl.objective)
     of = _shapes(shape, config)
     recipe, served, kept = of.recipe, of.served, of.kept
     dtype, weight = jnp.dtype(config.compute_dtype), recipe.rollout.weight

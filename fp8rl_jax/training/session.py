@@ -445,7 +445,7 @@ class Session:
         with self.serving.in_use, self.serving.aside():
             self._serve(encoded)
             rollout = self.engine.generate(encoded, samples, sampling, key)
-        return self._experience(rollout, count, samples, temperature)
+        return self._experience(rollout, count, samples, temperature, truncated=False)
 
     @_on_mesh
     def play(
@@ -485,6 +485,7 @@ class Session:
             self.encoder.width + self.sampling.max_new_tokens - 1,
             self.encoder.pad,
             batch_sharding(self.mesh),
+            truncated=self.config.samples_truncated(),
         )
 
     def of_rollout(self, rollout: Rollout) -> Experience:
@@ -541,7 +542,7 @@ class Session:
         earned = read_rewards(rollout, rewards)
         learner, state = self._started()
         micro_batches = learner.micro_batches(rollout.prompts_in_batch)
-        batch = rollout.batch(learner.config.rl, config.samples_truncated(), entering)
+        batch = rollout.batch(learner.config.rl, entering)
         first = not config.rl.selection or config.rl.reward_kl.coefficient > 0
         if first:
             batch = learner.with_logprobs(state, batch, micro_batches, clock)
@@ -708,7 +709,7 @@ class Session:
         tokens' supports where the rollout has them, and `scored_logprobs` the rollout's."""
         _check_experience(rollout)
         config = step_config(self.config, self.recipe)
-        batch = rollout.batch(config.rl, self.config.samples_truncated())
+        batch = rollout.batch(config.rl)
         count = micro_batches(self.config.trainer, rollout.prompts_in_batch)
         narrowed = narrow(batch, self.config.trainer, count, self.mesh).batch
         config = replace(config, micro_batches=count)
@@ -789,7 +790,8 @@ class Session:
                 optimizer or loss scale; or its arrays have been given away.
         """
         self._check_state(state)
-        self._learner = self._learner or Learner(self.config, self.recipe, state.policy, self.mesh)
+        # not of `state`: the reference is the policy before the first update
+        self._learner = self._learner or Learner(self.config, self.recipe, self._kept, self.mesh)
         self._policy = None
         self._take(state)
 
@@ -1190,10 +1192,21 @@ class Session:
         return self.config.rollout.samples_per_prompt if samples is None else samples, key
 
     def _experience(
-        self, rollout: Rollout, count: int, samples: int, temperature: float
+        self,
+        rollout: Rollout,
+        count: int,
+        samples: int,
+        temperature: float,
+        truncated: bool | None = None,
     ) -> Experience:
-        texts = self.encoder.texts(rollout)[: count * samples]
-        return Experience(rollout=rollout, texts=texts, samples=samples, temperature=temperature)
+        """Of the first `count` prompts; truncated by default where the run's sampling is."""
+        return Experience(
+            rollout=rollout,
+            texts=self.encoder.texts(rollout)[: count * samples],
+            samples=samples,
+            temperature=temperature,
+            truncated=self.config.samples_truncated() if truncated is None else truncated,
+        )
 
     def _given(self, prompts: Prompts, tokens: Any, mask: Any) -> Batch:
         """Given completions as a batch, on the mesh."""

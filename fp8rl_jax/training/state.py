@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from fp8rl_jax.config.formats import FLOAT32
 from fp8rl_jax.config.recipe import Recipe
@@ -76,8 +76,8 @@ class TrainState:
 class LearningRate:
     """Linear warm-up, then constant, linear or cosine: the rate as a function of updates made.
 
-    A decay ends at `final_ratio` of the peak, at the last of `updates`. The peak is an argument of
-    compiled programs and no part of them: runs that differ in it alone compile once.
+    A decay ends at `final_ratio` of the peak, behind the last of `updates`. The peak is an argument
+    of compiled programs and no part of them: runs that differ in it alone compile once.
     """
 
     peak: ArrayLike
@@ -240,6 +240,7 @@ def apply_gradients(
     optimizer: Optimizer,
     scaling: LossScaleConfig | None = None,
     saturated: Factors | None = None,
+    learns: Bool[Array, ""] | bool = True,
 ) -> tuple[TrainState, dict[str, Array]]:
     """Make one update, or none where a value is not finite.
 
@@ -249,6 +250,7 @@ def apply_gradients(
         loss: not scaled.
         scaling: loss scaling, resolved; None: gradients are those of the loss.
         saturated: of gradients that are scaled automatically, what `weight_gradients` found.
+        learns: False where nothing is in the loss: then momentum alone moves no weight.
 
     Returns:
         The next state, and `optim/grad_norm` (before clipping), `optim/skipped` (0 or 1), and a
@@ -267,7 +269,7 @@ def apply_gradients(
     norm = optax.tree.norm(loaded(gradients))
     sound = jnp.isfinite(loss) & jnp.isfinite(norm)
     policy, moments, fits = optimizer.step(
-        state.policy, gradients, state.optimizer, norm, keep=sound
+        state.policy, gradients, state.optimizer, norm, state.updates, keep=sound & learns
     )
     finite = {
         "loss": jnp.isfinite(loss),

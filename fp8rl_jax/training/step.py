@@ -283,9 +283,8 @@ def update_program(
     batch, corrections = correct(batch, config.rl)
     if batch.weights is None:
         rl.refuse_partial(config.rl.correction)
-    denominator = rl.loss_denominator(
-        batch.mask if batch.loss_mask is None else batch.loss_mask, config.rl
-    )
+    in_loss = batch.mask if batch.loss_mask is None else batch.loss_mask
+    denominator = rl.loss_denominator(in_loss, config.rl)
 
     def loss_fn(trained: Trained, micro: Batch):
         logprobs, entropy, seen, sharp = completion_logprobs(
@@ -326,7 +325,7 @@ def update_program(
             "clip_ratio/high_bound": state.clip_bounds[1],
         }
     state, update_metrics = apply_gradients(
-        state, gradients, loss, optimizer, config.loss_scale, saturated
+        state, gradients, loss, optimizer, config.loss_scale, saturated, in_loss.any()
     )
     metrics = rl.metric_values(metrics | corrections) | update_metrics | bounds
     return state, logprobs, metrics, seen

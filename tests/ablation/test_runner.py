@@ -265,6 +265,8 @@ def test_a_model_without_the_last_row_is_no_finished_run(study, fake):
     Path("out/bf16-0/model").mkdir(parents=True)
     Path("out/bf16-0/model/config.json").write_text("{}")
     Path("out/bf16-0/metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n{"step": 1}\n')
+    answered = {"step": 1, "problems": ["a"], "samples": 1, "correct": [1]}
+    Path("out/bf16-0/evaluations.jsonl").write_text(f"{json.dumps(answered)}\n")
     assert states(ablate(study())[0])["bf16-0"] == "finished"
     assert starts("bf16-0") == ["train"]
 

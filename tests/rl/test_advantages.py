@@ -158,6 +158,11 @@ def test_groups_that_do_not_divide_the_rewards_are_refused(count, n, text):
         group_advantages(jnp.zeros(count), n, rl.AdvantageConfig())
 
 
+def test_reward_metrics_of_one_sample_a_prompt():
+    found = reward_metrics(jnp.asarray([1.0, 0.0, 0.0, 1.0]), 1)
+    assert found == {"reward/mean": 0.5, "reward/std": 0, "reward/frac_zero_std": 1}
+
+
 def test_reward_metrics():
     rewards = np.array([1.0, 0.0, 1.0, 1.0, 0.25, 0.75, np.nan, np.nan])
     found = reward_metrics(jnp.asarray(rewards), 2, jnp.asarray(~np.isnan(rewards)))

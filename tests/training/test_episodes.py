@@ -121,7 +121,7 @@ def batch_of(episodes):
     the episodes."""
     found, count = experience_of(episodes), len(episodes)
     advantages = np.random.default_rng(0).normal(size=count).astype(np.float32)
-    batch = found.batch(RL, False)
+    batch = found.batch(RL)
     own = found.by_row(jnp.asarray(advantages))[:, None]
     return found, replace(batch, advantages=jnp.where(batch.mask, own, 0.0)), advantages
 
@@ -151,7 +151,7 @@ def test_joined_rows_give_the_update_of_each_turn_in_a_row_of_its_own(policy, pl
     turns = [(index, turn) for index, episode in enumerate(episodes) for turn in episode.turns]
     alone = experience_of([Episode(None, (turn,)) for _, turn in turns], multiple=1)
     single = replace(
-        alone.batch(RL, False),
+        alone.batch(RL),
         advantages=jnp.asarray(advantages[[index for index, _ in turns]]),
         attended=alone.attended,
     )

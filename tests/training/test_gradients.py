@@ -155,10 +155,10 @@ def test_bytes_a_parameter_in_live_arrays(name, promised):
 
 
 def test_what_several_replicas_cannot_exchange_is_refused():
-    def said(name: str, sizes=(2, 1, 1, 1), packing=False) -> str:
+    def said(name: str, sizes=(2, 1, 1, 1), packing=False, objective="ppo") -> str:
         mesh = AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * 4)
         try:
-            check_gradients(recipe("bf16", weight_gradient=name), mesh, packing)
+            check_gradients(recipe("bf16", weight_gradient=name), mesh, packing, objective)
         except UserError as error:
             return str(error)
         return ""
@@ -168,6 +168,9 @@ def test_what_several_replicas_cannot_exchange_is_refused():
     assert "mesh.data = 2: replicas add up an element type" in said("mxfp8")
     assert "set mesh.data = 1" in said("e4m3", (2, 2, 1, 1))
     assert "set trainer.packing = false" in said("e4m3", packing=True)
+    assert "the effective part of the sample, which rl.objective" in said("e4m3", objective="p3o")
+    assert not said("e4m3", (1, 2, 1, 1), objective="p3o")
+    assert not said("float32", objective="p3o")
     assert init_factors({"w": jnp.ones((2, 2))}, recipe("bf16", weight_gradient="bfloat16")) is None
 
 

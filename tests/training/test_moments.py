@@ -179,7 +179,7 @@ def test_regression_converges_like_float32(name, tolerance):
             gradient = jax.grad(
                 lambda w: jnp.mean((features[rows] @ w["w"].T - target[rows]) ** 2)
             )(w)
-            w, state, _ = optimizer.step(w, gradient, state, jnp.float32(1))
+            w, state, _ = optimizer.step(w, gradient, state, jnp.float32(1), jnp.int32(0))
             return (w, state), excess(w)
 
         w = {"w": jnp.zeros((3, 160))}

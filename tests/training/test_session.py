@@ -507,6 +507,12 @@ def test_replayed_supports_make_the_ratio_of_a_policy_with_itself_1():
     # of near to uniform bytes truncation keeps many more than 24, whose entropy is the loss'
     assert metrics["rollout/support_capped"] == 1.0 and metrics["rollout/support_mean"] == 24
     assert 3.0 < metrics["entropy"] < np.log(24)
+    # what is sampled to look at is truncated by nothing
+    sampled = session.sample(PROMPTS, 2, temperature=0.7)
+    logprobs, _ = session.score(sampled)
+    np.testing.assert_array_equal(
+        np.where(sampled.rollout.mask, logprobs - sampled.policy_logprobs, 0), 0
+    )
     shape = session.shape
     planned = memory_plan(shape, session.config).always["supports of 24 tokens (int32)"]
     assert planned == sum(x.nbytes for x in jax.tree.leaves(rollout.rollout.support))
@@ -787,6 +793,8 @@ def test_sessions_take_turns_on_one_state():
     }
     one = fp8rl.Session(policy, tokenizer, "bf16", **settings)
     other = fp8rl.Session(policy, tokenizer, "fp8-rl", **settings)
+    rollout = one.rollout(PROMPTS)
+    one.update(rollout, rewards_of(rollout))
     other.load(one.release())
     with pytest.raises(UserError, match="its state was released"):
         one.rollout(PROMPTS)
@@ -796,8 +804,17 @@ def test_sessions_take_turns_on_one_state():
     rollout = one.rollout(PROMPTS)
     assert (
         one.update(rollout, rewards_of(rollout))["mismatch/k3"] < 1e-9
-        and int(one.state.updates) == 2
+        and int(one.state.updates) == 3
     )
+
+
+def test_a_state_that_is_loaded_is_compared_with_the_policy_that_the_session_began_with():
+    first, second = (session_of("bf16", kl_coefficient=0.1, learning_rate=1e-2) for _ in range(2))
+    begun = jax.tree.map(np.asarray, second.weights)
+    rollout = first.rollout(PROMPTS)
+    first.update(rollout, rewards_of(rollout))
+    second.load(first.release())
+    jax.tree.map(np.testing.assert_array_equal, second.learner.reference, begun)
 
 
 OTHERS = {

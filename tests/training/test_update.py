@@ -2,6 +2,7 @@
 values."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,13 @@ from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.forward import forward
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.training import step
-from fp8rl_jax.training.state import decay_mask, init_state, learning_rate, make_optimizer
+from fp8rl_jax.training.state import (
+    apply_gradients,
+    decay_mask,
+    init_state,
+    learning_rate,
+    make_optimizer,
+)
 from fp8rl_jax.training.step import Batch, StepConfig, batch_logprobs, completion_logprobs, update
 
 SHAPE = PolicyConfig(
@@ -158,6 +165,33 @@ def test_non_finite_update_is_skipped_and_flagged(policy, batch, role):
     assert metrics["optim/skipped"] == 1 and metrics["nonfinite/loss"] == 1
     jax.tree.map(np.testing.assert_array_equal, state.policy, before)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer))
+
+
+def test_an_update_from_nothing_moves_nothing(policy, batch):
+    """Momentum alone would; it is no fault, and schedules go on."""
+    state, _, _ = update(init_state(policy, OPTIMIZER), batch, CONFIG, OPTIMIZER)
+    kept = jax.tree.map(np.asarray, (state.policy, state.optimizer))
+    empty = replace(batch, loss_mask=np.zeros_like(batch.mask))
+    state, _, metrics = update(state, empty, CONFIG, OPTIMIZER)
+    jax.tree.map(np.testing.assert_array_equal, (state.policy, state.optimizer), kept)
+    assert metrics["optim/skipped"] == metrics["optim/grad_norm"] == 0 and state.updates == 2
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_schedule_follows_the_data_whatever_is_skipped(name):
+    """Updates at a quarter, a half, three quarters and all of the peak, of which two are skipped."""
+    config = OptimizerConfig(
+        name, learning_rate=1.0, warmup_steps=4, weight_decay=0.0, max_grad_norm=0.0
+    )
+    optimizer, policy = make_optimizer(config, 8), init_policy(SHAPE, jax.random.key(0))
+    state, moved = init_state(policy, optimizer), []
+    step = jax.jit(partial(apply_gradients, loss=jnp.float32(0), optimizer=optimizer))
+    for gradient in (np.nan, np.nan, 1.0, 1.0):
+        before = state.policy.norm.value[0]
+        gradients = jax.tree.map(partial(jnp.full_like, fill_value=gradient), policy)
+        state, _ = step(state, gradients)
+        moved.append(float(before - state.policy.norm.value[0]))
+    np.testing.assert_allclose(moved, [0, 0, 0.75, 1], rtol=1e-5)
 
 
 def test_remat_gives_the_same_update(policy, batch):

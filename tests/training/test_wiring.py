@@ -277,7 +277,7 @@ def test_what_belongs_to_a_prompt_stands_beside_each_of_its_completions():
 
 def test_a_batch_holds_the_rollout():
     found = experience_of()
-    rollout, batch = found.rollout, found.batch(RLConfig(), False)
+    rollout, batch = found.rollout, found.batch(RLConfig())
     for name in ("tokens", "mask"):
         np.testing.assert_array_equal(getattr(batch, name), getattr(rollout, name))
     np.testing.assert_array_equal(batch.prompts, rollout.prompts.tokens)
@@ -309,8 +309,8 @@ def test_a_batch_holds_the_rollout():
     ],
 )
 def test_ratios_divide_by_the_log_probabilities_that_were_chosen(truncated, choice, name):
-    found = experience_of()
-    batch = found.batch(RLConfig(correction=CorrectionConfig(truncated_sampling=choice)), truncated)
+    found = replace(experience_of(), truncated=truncated)
+    batch = found.batch(RLConfig(correction=CorrectionConfig(truncated_sampling=choice)))
     np.testing.assert_array_equal(batch.rollout_logprobs, getattr(found.rollout, name))
 
 
@@ -321,13 +321,13 @@ def test_supports_go_with_the_tokens_and_what_is_scored_is_over_them():
         RLConfig(correction=CorrectionConfig(truncated_sampling="replay")),
     )
     with pytest.raises(UserError, match="truncated_sampling: .replay. needs the support of each"):
-        plain.batch(config, True)
-    assert plain.batch(config, False).support is None
+        replace(plain, truncated=True).batch(config)
+    assert plain.batch(config).support is None
     ids = jnp.zeros((*plain.rollout.tokens.shape, 2), jnp.int32)
     counts = jnp.asarray(np.where(plain.rollout.mask, [1, 2, 2, 3, 1], 0), jnp.int32)
     rollout = replace(plain.rollout, support=Support(ids, counts))
-    found = replace(plain, rollout=rollout)
-    batch = found.batch(config, True)
+    found = replace(plain, rollout=rollout, truncated=True)
+    batch = found.batch(config)
     assert batch.support is rollout.support
     np.testing.assert_array_equal(batch.rollout_logprobs, rollout.behaviour_logprobs)
     np.testing.assert_array_equal(found.scored_logprobs, rollout.behaviour_logprobs)
@@ -347,7 +347,7 @@ def test_truncated_and_uninformative_samples_are_left_out_of_the_loss_alone():
         ((True, False, True), filtered, [0, 1, 5]),
     ):
         batch = experience_of().batch(
-            config, False, collected_of(informative=np.array(informative)).entering
+            config, collected_of(informative=np.array(informative)).entering
         )
         np.testing.assert_array_equal(batch.loss_mask, mask & np.isin(np.arange(6), rows)[:, None])
         np.testing.assert_array_equal(batch.mask, mask)
@@ -358,11 +358,11 @@ def test_what_fills_a_batch_up_is_neither_seen_nor_learned_from():
     found = replace(experience_of(), texts=["?"] * 4)
     whole, rollout = experience_of(), found.rollout
     assert (found.prompts, found.prompts_in_batch, whole.prompts) == (2, 3, 3)
-    batch = found.batch(RLConfig(), False)
+    batch = found.batch(RLConfig())
     np.testing.assert_array_equal(batch.mask[:4], rollout.mask[:4])
     assert not batch.mask[4:].any() and batch.tokens.shape[0] == 6
     part = found.batch(
-        RLConfig(overlong=OverlongConfig(filter=True)), False, np.array([True, False, True, True])
+        RLConfig(overlong=OverlongConfig(filter=True)), np.array([True, False, True, True])
     )
     np.testing.assert_array_equal(
         part.loss_mask, batch.mask & np.array([1, 0, 1, 0, 0, 0], bool)[:, None]
@@ -946,6 +946,22 @@ def test_dynamic_sampling_draws_once_where_all_prompts_teach(setup_of):
     assert found.rounds == 1 and found.informative.all()
 
 
+def test_dynamic_sampling_deals_what_teaches_out_to_the_updates(setup_of):
+    """Two of four prompts teach, and each of two updates has one of them."""
+    engine = Engine(lambda i, sample, call: letters(i, sample, call) if i in teach else "same")
+    setup = setup_of(
+        engine,
+        rollout=replace(CONFIG.rollout, prompts_per_step=4),
+        trainer=TrainerConfig(steps=1, updates_per_rollout=2),
+        rl=RLConfig(dynamic_sampling=DynamicSamplingConfig(enabled=True, max_rounds=1)),
+    )
+    ids = [example.index for example in setup.train.batch(0, 4, 0)]
+    teach = {ids[1], ids[3]}
+    (found,) = collected(setup, [0])
+    assert np.asarray(found.experience.rollout.prompts.ids).tolist() == [ids[i] for i in (1, 0, 3, 2)]
+    assert found.informative.tolist() == [True, False, True, False]
+
+
 def test_dynamic_sampling_gives_up_after_its_rounds(setup_of):
     # one valid reward informative nothing
     engine = Engine(lambda problem, sample, call: "same!"[: 4 + (sample > 0)])
@@ -1327,8 +1343,8 @@ def test_rows_of_episodes_carry_the_log_probabilities_and_advantages_of_their_ow
     sampled = [[turn.policy_logprobs for turn in episode.turns] for episode in episodes]
     lengths = np.array([sum(map(len, turns)) for turns in sampled])
     for truncated, less in ((False, 0), (True, 1)):
-        batch = both.batch(
-            RLConfig(correction=CorrectionConfig(truncated_sampling="behaviour")), truncated
+        batch = replace(both, truncated=truncated).batch(
+            RLConfig(correction=CorrectionConfig(truncated_sampling="behaviour"))
         )
         for row, turns in zip(own, sampled, strict=True):
             expected = np.concatenate(turns) - less
@@ -1343,7 +1359,7 @@ def test_rows_of_episodes_carry_the_log_probabilities_and_advantages_of_their_ow
     np.testing.assert_array_equal(both.by_sample(jnp.asarray(batch.mask).sum(1)), lengths)
     spread = np.asarray(both.by_row(jnp.array([5.0, 7.0])))
     assert spread[own].tolist() == [5, 7] and spread.sum() == 12
-    part = both.batch(RLConfig(), False, np.array([False, True]))
+    part = both.batch(RLConfig(), np.array([False, True]))
     np.testing.assert_array_equal(
         part.loss_mask, np.asarray(part.mask) & (sample_of_row == 1)[:, None]
     )
