@@ -53,8 +53,11 @@ def sync_tree(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Generator[int | None]:
+def locked(path: Path, wait: bool = False) -> Generator[int | None]:
     """Hold a lock file, as long as a process that has inherited it lives.
+
+    Args:
+        wait: until no other process holds it.
 
     Yields:
         Its descriptor; None where another process holds it.
@@ -66,7 +69,7 @@ def locked(path: Path) -> Generator[int | None]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             yield None
         else:

@@ -15,8 +15,9 @@
 status=0
 # one process a node takes all its GPUs; SLURM says how many there are and where process 0 is
 srun --kill-on-bad-exit=1 --label fp8rl train "$@" --resume || status=$?
-# 75: stopped, or a process was lost; nothing that was saved is gone
-if [ "$status" -eq 75 ]; then
+# 75: stopped; above: a process was lost, which srun tells by its signal. Nothing that was saved is gone. Others are faults
+# that another start would meet again.
+if [ "$status" -ge 75 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 50 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

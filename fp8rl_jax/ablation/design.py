@@ -34,7 +34,9 @@ from typing import Any, Literal
 
 from fp8rl_jax.config.files import laid_over, read_values
 from fp8rl_jax.config.fingerprint import data_files, digest, flat, plain
-from fp8rl_jax.config.run import ModelConfig, RunConfig
+from fp8rl_jax.config.recipe import PrecisionConfig
+from fp8rl_jax.config.rl import RLConfig
+from fp8rl_jax.config.run import LoraConfig, ModelConfig, RunConfig
 from fp8rl_jax.config.schema import (
     above,
     at_least,
@@ -383,6 +385,31 @@ def _judge_faults(judge: str, base: RunConfig) -> list[str]:
     return []
 
 
+def judged(config: RunConfig, recipe: str) -> RunConfig:
+    """Make the configuration under which a run's model is judged.
+
+    Nothing of its own rollout's error is left, neither formats nor what `rollout.transform` does,
+    and nothing that only training does. Adapters are in the model, and the recipe is as it stands,
+    for all arms alike.
+    """
+    rollout = replace(
+        config.rollout,
+        transform="",
+        transform_args={},
+        steps_ahead=0,
+        paged=replace(config.rollout.paged, extra_prompts=0),
+    )
+    return replace(
+        config.under(recipe),
+        model=replace(config.model, path=str(config.directory / "model")),
+        lora=LoraConfig(),
+        rl=RLConfig(),
+        precision=PrecisionConfig(backend=config.precision.backend),
+        rollout=rollout,
+        resume=False,
+    )
+
+
 def seeds_of(value: Any) -> tuple[int, ...]:
     """Give the seeds that `seeds` stands for; none where it is unsound."""
     if _seed_faults(value):
@@ -512,6 +539,11 @@ def _arm_faults(arm: Arm, file: AblationConfig) -> list[str]:
         config.samples_truncated()
     except UserError as error:
         faults += str(error).splitlines()
+    if file.judge and not faults:
+        try:
+            validate(judged(config, file.judge))
+        except UserError as error:
+            faults += [f"judge: {line}" for line in str(error).splitlines()]
     for key, metric in (("metric.name", name), ("collapse.metric", file.collapse.metric)):
         if not metric.startswith(("eval/", "judged/")):
             continue

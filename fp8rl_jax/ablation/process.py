@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from fp8rl_jax.ablation.design import judged
 from fp8rl_jax.ablation.record import JUDGED, write_json
 from fp8rl_jax.caching import keep_compiled_programs
 from fp8rl_jax.config.files import read_config
@@ -66,17 +67,6 @@ def _given(config: RunConfig, path: str) -> dict[str, Any]:
     objects = pickle.loads(Path(path).read_bytes())
     rows = {name: objects.pop(name, None) for name in ("dataset", "eval_dataset")}
     return arguments_again(config.task, objects) | rows
-
-
-def judged(config: RunConfig, recipe: str) -> RunConfig:
-    """Make the configuration under which a run's model is judged: nothing of its own rollout's
-    error is left, neither formats nor what `rollout.transform` does."""
-    return replace(
-        config.under(recipe),
-        model=replace(config.model, path=str(config.directory / "model")),
-        rollout=replace(config.rollout, transform="", transform_args={}),
-        resume=False,
-    )
 
 
 def _judge(config: RunConfig, recipe: str, given: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -244,15 +244,28 @@ class Runner:
                     self._objects.write_bytes(objects)
                 write_json(design.directory / "design.json", stored)
             except OSError as error:
-                raise UserError(
-                    f"{design.directory}: cannot be written ({error.strerror}); choose another "
-                    "output"
-                ) from error
+                raise self._unwritable(error) from error
         for job in self._jobs(design.seeds, everything=True):
             path = self._config_path(job)
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists() or path.read_text() != dump_toml(job.config):
                 path.write_text(dump_toml(job.config))
+
+    @contextlib.contextmanager
+    def _lock(self, name: str, wait: bool = False) -> Generator[int | None]:
+        """`locked` of one of this ablation's locks."""
+        with contextlib.ExitStack() as stack:
+            try:
+                path = self.design.directory / "logs" / f"{name}.lock"
+                lock = stack.enter_context(locked(path, wait))
+            except OSError as error:
+                raise self._unwritable(error) from error
+            yield lock
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(
+            f"{self.design.directory}: cannot be written ({error.strerror}); choose another output"
+        )
 
     def run(self) -> Ablation:
         """Run what is missing, look by look, and write the record and the page after each run.
@@ -263,7 +276,7 @@ class Runner:
             KeyboardInterrupt: after its processes have ended; the next call goes on.
         """
         design = self.design
-        with locked(design.directory / "logs" / "ablation.lock") as lock:
+        with self._lock("ablation") as lock:
             if lock is None:
                 raise UserError(f"{design.directory}: another process runs this ablation")
             self.prepare()
@@ -306,7 +319,7 @@ class Runner:
         jobs = {job.name: job for job in self._jobs(self.design.seeds, everything=True)}
         if name not in jobs:
             raise UserError(f"--run: {name!r} is none of {', '.join(jobs)}")
-        with locked(self.design.directory / "logs" / "prepare.lock"):
+        with self._lock("prepare", wait=True):
             self.prepare()
         job = next((job for job in self._jobs(self.design.seeds) if job.name == name), None)
         if job is None:

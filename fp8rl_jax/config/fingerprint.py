@@ -104,10 +104,12 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def data_files(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (path, SHA-256) of the files that a task names, where they are files, and of those that
-    register formats."""
-    task = config.task
+    """Yield (path, SHA-256) of the files that a run's data and code come from, where they are
+    files: what its task names, functions of its own and what registers formats."""
+    task, rl = config.task, config.rl
     specs = [task.name, task.eval_path, *task.reward.specs.values(), *config.formats]
+    specs += [rl.objective, rl.advantage.estimator, rl.correction.weights or "", rl.selection]
+    specs.append(config.rollout.transform)
     for spec in specs:
         for pattern in (spec, spec.rpartition(":")[0]):
             path = Path(pattern).expanduser()

@@ -412,7 +412,7 @@ class PagedEngine(LocalEngine):
             prompts,
             key,
             sampling=sampling,
-            layout=layout.prefilling(chunk, self.paged, size),
+            layout=layout.of_turn(chunk, self.paged, (size, width), sampling.max_new_tokens),
             asked=jnp.asarray(asked),
             kept=None if earlier is None else earlier.kept,
             source=jnp.asarray(source),

@@ -33,7 +33,7 @@ import orbax.checkpoint as ocp
 from fp8rl_jax.config.training import CheckpointConfig
 from fp8rl_jax.durable import sync_tree, write_durably
 from fp8rl_jax.errors import UserError, switch
-from fp8rl_jax.parallel import checksums, is_main_process, shared_faults, to_host
+from fp8rl_jax.parallel import checksums, gather_text, is_main_process, shared_faults, to_host
 
 _log = logging.getLogger("fp8rl")
 _DIGITS = 5  # of the number in front of a name
@@ -76,6 +76,24 @@ class Checkpoints:
         """List the steps that have a committed checkpoint, oldest first."""
         self._manager.reload()
         return sorted(self._manager.all_steps())
+
+    def agreed(self) -> list[int]:
+        """Give `steps`, which all processes have to see alike; they call it together.
+
+        Raises:
+            UserError: on all of them: one sees others than process 0.
+        """
+        steps = self.steps()
+        seen = gather_text(json.dumps(steps))
+        for process, other in enumerate(seen):
+            if other != seen[0]:
+                raise UserError(
+                    f"{self.directory}: process 0 sees the checkpoints of steps {seen[0]}, and "
+                    f"process {process} those of {other}: give all processes one output, on a file "
+                    "system that they share; if they do, wait until its caches agree, and start "
+                    "again"
+                )
+        return steps
 
     @property
     def known_good(self) -> int | None:
@@ -154,11 +172,11 @@ class Checkpoints:
             set_aside: move damaged checkpoints that are newer out of the way of steps to come.
 
         Raises:
-            UserError: there is none, none can be read, or the newest readable one holds other
-                arrays than `like`: it was written by a run of another model or with other optimizer
-                settings.
+            UserError: as `agreed`; there is none, none can be read, or the newest readable one
+                holds other arrays than `like`: it was written by a run of another model or with
+                other optimizer settings.
         """
-        steps = self.steps()
+        steps = self.agreed()
         if not steps:
             raise UserError(
                 f"{self.directory}: no checkpoint to resume from; start without {switch('resume')}"

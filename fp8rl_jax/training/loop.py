@@ -22,6 +22,7 @@ import numpy as np
 
 from fp8rl_jax import rl
 from fp8rl_jax.config.fingerprint import FREE, changes, is_free
+from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import Interrupted, UserError, switch
 from fp8rl_jax.parallel import (
     PROGRESS,
@@ -88,9 +89,7 @@ def train(setup: Setup, explain: Explain | None = None, callbacks: Sequence[Call
             updates were skipped, or every reward failed in too many steps.
     """
     config = setup.config
-    check_same(
-        repr(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, process_id=-1)))
-    )
+    check_config(config)
     with leave_on_failure(), jax.set_mesh(setup.session.mesh), ExitStack() as stack:
         with shared_faults():
             if is_main_process():
@@ -109,6 +108,17 @@ def train(setup: Setup, explain: Explain | None = None, callbacks: Sequence[Call
         with shared_faults():
             loop.open_records()
         loop.run()
+
+
+def check_config(config: RunConfig) -> None:
+    """Check that all processes have this configuration.
+
+    Raises:
+        UserError: as `check_same`.
+    """
+    check_same(
+        repr(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, process_id=-1)))
+    )
 
 
 def refuse_taken(setup: Setup) -> None:
@@ -164,7 +174,7 @@ class Loop:
         # where the arrays are, whoever has found it: -1 and a launcher's count are no answer
         self.settings = setup.fingerprint() | {"mesh": mesh_text(self.session.mesh)}
         self.changed: list[str] = []
-        if config.resume and self.checkpoints.steps():
+        if config.resume and self.checkpoints.agreed():
             self.load_saved(*self.checkpoints.restore(self.saved(), self._agree))
             _log.info("resuming at step %d from %s", self.session.step, self.checkpoints.directory)
         elif config.resume:

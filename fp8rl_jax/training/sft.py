@@ -19,11 +19,11 @@ import numpy as np
 from fp8rl_jax.config.fingerprint import FREE_SUPERVISED
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.errors import UserError
-from fp8rl_jax.parallel import is_main_process, leave_on_failure, shared_faults
+from fp8rl_jax.parallel import check_batch, is_main_process, leave_on_failure, shared_faults
 from fp8rl_jax.tasks.dataset import Dataset, Example
 from fp8rl_jax.training.console import SFT_COLUMNS, TEXT_COLUMNS
 from fp8rl_jax.training.evaluation import evaluate_held_out
-from fp8rl_jax.training.loop import Loop, refuse_taken
+from fp8rl_jax.training.loop import Loop, check_config, refuse_taken
 from fp8rl_jax.training.prompts import PromptEncoder
 from fp8rl_jax.training.record import owned
 from fp8rl_jax.training.session import Session
@@ -47,9 +47,13 @@ def supervise(setup: Setup, report=print) -> None:
     Raises:
         UserError: a problem has no answer, or an answer is longer than rollout.max_new_tokens; the
             run directory is taken, a checkpoint cannot be written or read, or too many updates
-            were skipped.
+            were skipped; processes have other configurations; sft.batch_size does not divide by the
+            mesh.
     """
     sft, on_text = setup.config.sft, isinstance(setup.train, Text)
+    check_config(setup.config)
+    if not on_text:
+        check_batch(sft.batch_size, setup.session.mesh, "sft.batch_size")
     if is_main_process():
         announce(setup, report, "sft.batch_size")
         cut = f", {sft.cut_short:.0%} of them cut one token short" if sft.cut_short else ""

@@ -58,7 +58,7 @@ def find_model(spec: str | Path, report: Callable[[str], None] = _log.info) -> P
 
 def trained_settings(
     run: Path, report: Callable[[str], None] = _log.info
-) -> dict[str, dict[str, str]]:
+) -> dict[str, dict[str, str | int]]:
     """Give what makes of a run's settings those of its trained policy: tables as TOML has them.
 
     Adapters stay beside the base, as the run served them.
@@ -66,9 +66,11 @@ def trained_settings(
     Raises:
         UserError: as `find_model`; or its config.toml has faults.
     """
+    # whoever reads it is no process of that run
+    alone = {"mesh": {"coordinator": "", "num_processes": 0, "process_id": -1}}
     if read_config(RunConfig, run / "config.toml").lora.rank == 0:
-        return {"model": {"path": str(run)}}
-    return {"lora": {"path": str(_trained(run, report)[1])}}
+        return alone | {"model": {"path": str(run)}}
+    return alone | {"lora": {"path": str(_trained(run, report)[1])}}
 
 
 def load(
@@ -204,6 +206,7 @@ def _from_checkpoint(run: Path, newest: int, report: Callable[[str], None]) -> t
     # orbax and the engines are for this case alone
     from fp8rl_jax.training.checkpoint import Checkpoints
     from fp8rl_jax.training.session import Session
+    from fp8rl_jax.training.step_ahead import empty_rollout
 
     if jax.process_count() > 1:
         raise UserError(
@@ -217,15 +220,23 @@ def _from_checkpoint(run: Path, newest: int, report: Callable[[str], None]) -> t
     if target.exists():
         return target, target / "adapter"
     # who samples, and on how many devices, is all the same to weights
-    config = replace(read_config(RunConfig, run / "config.toml"), mesh=MeshConfig())
-    if config.rollout.engine == "vllm":
-        config = replace(config, rollout=replace(config.rollout, engine="static"))
+    config = read_config(RunConfig, run / "config.toml")
+    engine, ahead = config.rollout.engine, config.rollout.steps_ahead
+    engine = "static" if engine == "vllm" else engine
+    config = replace(
+        config,
+        mesh=MeshConfig(),
+        rollout=replace(config.rollout, engine=engine, steps_ahead=0),
+        trainer=replace(config.trainer, micro_batch_prompts=0),
+    )
     session = Session(*load_model(config), config=config)
+    in_hand = (empty_rollout(config, session),) if ahead else ()
     checkpoints = Checkpoints(run / "checkpoints", CheckpointConfig())
     try:
-        step, saved = checkpoints.restore(session.saved(), set_aside=False)
+        step, saved = checkpoints.restore((*session.saved(), *in_hand), set_aside=False)
     finally:
         checkpoints.close()
+    saved = saved[: len(saved) - len(in_hand)]
     if step != newest:
         raise UserError(
             f"{run}: checkpoint of step {newest} is damaged; training with {switch('resume')} goes "

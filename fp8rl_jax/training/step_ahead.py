@@ -75,7 +75,7 @@ class StepAhead:
         found = self._restored if self._begun is None else self._begun.result()
         rollout = found.experience.rollout if isinstance(found, Collected) else found
         if rollout is None:
-            rollout = _empty(self._config, self._session)
+            rollout = empty_rollout(self._config, self._session)
         return replace(rollout, weight_version=0, metrics={})
 
     def load(self, saved: Rollout) -> None:
@@ -94,7 +94,7 @@ class StepAhead:
         return made if jax.process_count() > 1 else self._collector.rewarded(step, made)
 
 
-def _empty(config: RunConfig, session: Session) -> Rollout:
+def empty_rollout(config: RunConfig, session: Session) -> Rollout:
     """A rollout of a step without a prompt, in the shapes of one with prompts."""
     r, shape = config.rollout, session.shape
     count, rows = r.prompts_per_step, r.prompts_per_step * r.samples_per_prompt

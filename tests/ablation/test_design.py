@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fp8rl_jax.ablation.design import AblationConfig, read_design
+from fp8rl_jax.ablation.design import AblationConfig, judged, read_design
 from fp8rl_jax.ablation.preflight import model_of_shape
 from fp8rl_jax.config.fingerprint import changes
+from fp8rl_jax.config.rl import RLConfig
+from fp8rl_jax.config.run import LoraConfig
 from fp8rl_jax.config.schema import leaves
 from fp8rl_jax.errors import UserError
 
@@ -238,6 +241,33 @@ def test_a_fingerprint_names_what_changed_and_nothing_else(study, tmp_path):
         "arms.bf16.trainer.steps was 2 and is 3",
         "arms.fp8.trainer.steps was 2 and is 3",
     ]
+
+
+def test_a_fingerprint_holds_the_functions_that_are_files(study, tmp_path):
+    code = tmp_path / "mine.py"
+    for key in ("rl.objective", "rl.advantage.estimator", "rl.correction.weights", "rl.selection"):
+        code.write_text("def f(*_): return 1\n")
+        settings = {key: f"{code}:f"}
+        before = read_design(study(settings=settings)).fingerprint()
+        code.write_text("def f(*_): return 2\n")
+        found = changes(before, read_design(study(settings=settings)).fingerprint())
+        assert found == [f"{code} has changed"], key
+
+
+def test_a_judge_refuses_before_anything_is_run(study):
+    """And judges what training alone keeps from being judged."""
+    served = {"rollout.engine": "vllm", "rollout.vllm.python": "python"}
+    with pytest.raises(UserError, match="judge: .*recipe 'nvfp4' has formats .* vLLM does not"):
+        read_design(study(judge="nvfp4", settings=served))
+    ahead = {"rollout.engine": "paged", "rollout.paged.extra_prompts": 4}
+    arms = {"bf16": {"recipe": "fp8-rl"}, "own": {"recipe": "fp8-rl", "precision.kv_rule": "none"}}
+    design = read_design(study(judge="bf16", settings=ahead, arms=arms))
+    one, other = (
+        judged(replace(arm.config, lora=LoraConfig(4), output="here"), "bf16")
+        for arm in design.arms
+    )
+    assert one == other and (one.lora.rank, one.rl) == (0, RLConfig())
+    assert one.rollout.paged.extra_prompts == 0
 
 
 def test_a_fingerprint_holds_the_contents_of_data_files(study, tmp_path):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -375,6 +376,25 @@ def test_code_that_behaves_otherwise_does_not_go_on(study, fake, monkeypatch):
     monkeypatch.setattr(runner, "fingerprint", behaves(fp8=0.5 + 1e-6))
     assert set(states(ablate(path)[0]).values()) == {"finished"}
     assert json.loads(Path("out/design.json").read_text())["sources"] == "others"
+
+
+def test_an_output_that_cannot_be_made_is_named(study, fake):
+    Path("taken").write_text("")
+    with pytest.raises(UserError, match="^taken/here: cannot be written .*choose another output$"):
+        ablate(study(output="taken/here"))
+
+
+def test_who_waits_for_a_lock_gets_it(tmp_path):
+    def second() -> bool:
+        with locked(tmp_path / "lock", wait=True) as lock:
+            return lock is not None
+
+    with ThreadPoolExecutor(1) as pool:
+        with locked(tmp_path / "lock"):
+            waiting = pool.submit(second)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.2)
+        assert waiting.result(10)
 
 
 def test_runs_older_than_fingerprints_go_on_without_one(study, fake, monkeypatch):

@@ -17,7 +17,7 @@ from experiments.study.noise import noise
 from experiments.study.plan import read_plan
 from experiments.study.task import distances
 from fp8rl_jax.ablation import runner
-from fp8rl_jax.ablation.process import judged
+from fp8rl_jax.ablation.design import judged
 from fp8rl_jax.ablation.record import JUDGED, run_entry
 from fp8rl_jax.ablation.runner import Runner
 from fp8rl_jax.config.files import read_config

@@ -101,6 +101,19 @@ def clone_namespace(target: Target) -> None:
     os.waitpid(pid, 0)
 
 
+def clone_sibling(target: Target) -> None:
+    """A child of the parent's, who may not know of it."""
+    flags = seccomp.CLONE_PARENT | int(signal.SIGCHLD)
+    if seccomp.system_call("clone", flags, None, None, None, None) == 0:
+        os._exit(0)
+
+
+def message_queue(target: Target) -> None:
+    name = f"fp8rl-{target.pid}".encode()
+    os.close(seccomp.system_call("mq_open", name, os.O_CREAT | os.O_RDONLY, 0o600, None))
+    seccomp.system_call("mq_unlink", name)
+
+
 def clone3(target: Target) -> None:
     arguments = (ctypes.c_uint64 * 8)(CLONE_NEWUSER, 0, 0, 0, signal.SIGCHLD, 0, 0, 0)
     pid = seccomp.system_call("clone3", arguments, 64)
@@ -256,6 +269,8 @@ ATTACKS: dict[str, tuple[Callable[[Target], object], Policy, Policy]] = {
     ),
     "filter: flags of a file": (flags_of_file, without(FULL, "ioctl"), FULL),
     "filter: shared memory": (shared_memory, without(FULL, "shmget"), FULL),
+    "filter: message queues": (message_queue, without(FULL, "mq_open", "mq_unlink"), FULL),
+    "filter: a child of the parent": (clone_sibling, without(FULL, "clone"), FULL),
     "filter: keys": (session_keys, without(FULL, "keyctl"), FULL),
     "capabilities: another root folder": (
         lambda at: os.chroot("/"),

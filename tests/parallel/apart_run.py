@@ -10,12 +10,17 @@ import json
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
+
 from fp8rl_jax.cli.main import main
 from fp8rl_jax.config.files import read_config
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.training.collect import Collector
 from fp8rl_jax.training.loop import train
 from fp8rl_jax.training.setup import Setup, build, reward_pool
+from fp8rl_jax.training.source import find_model
+from fp8rl_jax.weights.load import load_policy
 
 run_file, directory = sys.argv[1], Path(sys.argv[2])
 APART = {"data": 1, "fsdp": 2, "rollout": {"data": 2}}
@@ -58,5 +63,11 @@ def one_after_the_other() -> list[dict[str, float]]:
 go("apart", *flags({"mesh": APART}))
 go("ahead", *flags(AHEAD))
 train(begun("resumed"), callbacks=[lambda step, _: step == 1])
+# its checkpoint, which has the step in hand, too, is as good a model as the one that it wrote
+run, aside = directory / "resumed", directory / "aside"
+(run / "model").rename(aside)
+one, other = map(load_policy, (aside, find_model(run)))
+jax.tree.map(np.testing.assert_array_equal, one, other)
+aside.rename(run / "model")
 go("resumed", *flags(AHEAD), "--resume")
 print(json.dumps({"rows": one_after_the_other(), "flags": flags(AHEAD)}))

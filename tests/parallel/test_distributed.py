@@ -100,6 +100,26 @@ def test_launch_scripts_start_what_there_is():
     assert config.mesh.num_processes == job["spec"]["completions"] == job["spec"]["parallelism"]
 
 
+@pytest.mark.parametrize(
+    ("status", "restarts", "again"),
+    [(0, 0, False), (2, 0, False), (75, 0, True), (137, 3, True), (137, 50, False)],
+)
+def test_a_slurm_job_begins_again_where_that_helps(tmp_path, status, restarts, again):
+    """Not behind a fault of its settings, nor for ever."""
+    for name, said in (("srun", f"exit {status}"), ("scontrol", 'echo "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{said}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
+    done = subprocess.run(
+        ["bash", LAUNCH / "slurm.sh", "RUN.toml"],
+        env=os.environ | environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status and done.stdout == ("requeue 7\n" if again else "")
+
+
 def test_a_script_names_its_first_host(tmp_path):
     for name, said in (("mpirun", 'echo "$@"'), ("fp8rl", "true")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{said}\n")

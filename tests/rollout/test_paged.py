@@ -330,6 +330,20 @@ def test_pages_are_given_by_their_rank_and_no_page_twice():
         np.testing.assert_array_equal(np.asarray(pages)[table < 30], table[table < 30])
 
 
+def test_a_turn_loads_no_more_prompts_together_than_leave_pages_for_a_row():
+    """Whatever little of the prompts is new, and whatever the cache holds."""
+    for tokens in (128, 176, 224, 240, 320, 448):
+        config = PagedConfig(slots=4, page_size=4, cache_tokens=tokens, prefill_tokens=32)
+        layout, most = choose_layout(config, (7, 32), 1, 64, widest=32), 0
+        for chunk in (2, 8, 32):
+            turn = layout.of_turn(chunk, config, (7, 32), 64)
+            assert turn.prompt_pages(7, 32) + turn.columns(64) <= turn.pages == layout.pages
+            assert turn.together >= layout.together and turn.chunk == chunk
+            most = max(most, turn.together)
+        # no fewer than there is room for
+        assert most == 4 or layout.pages < (layout.slots + most + 1) * 8 + 16
+
+
 def test_what_a_layout_makes_of_the_room():
     full = choose_layout(ROOMY, (8, 64), 4, 128)
     assert full == Layout(32, 32, 8 * 2 + 32 * 4, 8, 64, 64)

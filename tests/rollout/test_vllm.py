@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -378,6 +379,23 @@ def test_a_silent_server_of_others_ends_the_run(serve):
     with pytest.raises(fp8rl.UserError, match="^rollout.vllm: "):
         engine.generate(prompts(), 3, sampling(), KEY)
     assert time.monotonic() - began < 15
+
+
+def test_a_server_that_answers_one_after_the_other_is_waited_for(serve):
+    """Longer than rollout.vllm.request_seconds in all, and never silent for as long."""
+    server, made = serve
+    turn = threading.Lock()
+
+    def slow(path, body):
+        if path == COMPLETIONS and body["n"] == 3:
+            with turn:
+                time.sleep(2.5)
+
+    engine = made(slow, request_seconds=4.0)
+    engine.sync(policy())
+    began = time.monotonic()
+    assert engine.generate(prompts(), 3, sampling(), KEY).mask.any()
+    assert time.monotonic() - began > 4
 
 
 # servers of ours

@@ -6,6 +6,7 @@ import pytest
 
 from fp8rl_jax.config.training import CheckpointConfig
 from fp8rl_jax.errors import UserError
+from fp8rl_jax.training import checkpoint
 from fp8rl_jax.training.checkpoint import Checkpoints
 
 RUBBISH = ["notes.txt", "-1", "1.5", "007x", "3.orbax-checkpoint-tmp-12", "é", ".hidden", "default"]
@@ -58,3 +59,14 @@ def test_nothing_but_rubbish_is_no_checkpoint(tmp_path):
     (tmp_path / "checkpoints" / "x").write_text("x")
     with pytest.raises(UserError, match="no checkpoint to resume from"):
         Checkpoints(tmp_path / "checkpoints", CheckpointConfig()).restore(tree(0.0))
+
+
+def test_processes_that_see_other_checkpoints_do_not_go_on(tmp_path, monkeypatch):
+    """As where hosts share no output, or the file system's caches are behind."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
+    checkpoints.save(1, tree(1.0))
+    monkeypatch.setattr(checkpoint, "gather_text", lambda text: [text, text, "[]"])
+    with pytest.raises(UserError, match=r"process 0 sees .* \[1\], and process 2 those of \[\]: "):
+        checkpoints.restore(tree(0.0))
+    monkeypatch.setattr(checkpoint, "gather_text", lambda text: [text] * 3)
+    assert checkpoints.restore(tree(0.0))[0] == 1

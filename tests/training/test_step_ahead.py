@@ -7,7 +7,7 @@ from dataclasses import replace
 import fp8rl_jax as fp8rl
 from fp8rl_jax.tasks.dataset import Example
 from fp8rl_jax.training.checkpoint import difference
-from fp8rl_jax.training.step_ahead import _empty
+from fp8rl_jax.training.step_ahead import empty_rollout
 
 
 def test_an_empty_batch_has_the_arrays_of_one_that_is_sampled():
@@ -36,4 +36,4 @@ def test_an_empty_batch_has_the_arrays_of_one_that_is_sampled():
     prompts = session.encoder.batch([Example(i, "ab=", "", "", {}) for i in range(2)])
     made = session.rollout(prompts).rollout
     assert made.expert_ids is not None and made.support is not None
-    assert difference(replace(made, metrics={}), _empty(session.config, session)) == ""
+    assert difference(replace(made, metrics={}), empty_rollout(session.config, session)) == ""

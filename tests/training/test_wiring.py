@@ -958,7 +958,9 @@ def test_dynamic_sampling_deals_what_teaches_out_to_the_updates(setup_of):
     ids = [example.index for example in setup.train.batch(0, 4, 0)]
     teach = {ids[1], ids[3]}
     (found,) = collected(setup, [0])
-    assert np.asarray(found.experience.rollout.prompts.ids).tolist() == [ids[i] for i in (1, 0, 3, 2)]
+    assert np.asarray(found.experience.rollout.prompts.ids).tolist() == [
+        ids[i] for i in (1, 0, 3, 2)
+    ]
     assert found.informative.tolist() == [True, False, True, False]
 
 

@@ -47,6 +47,18 @@ class Layout:
         together = max(1, min(prompts, self.slots, config.prefill_tokens // chunk))
         return replace(self, chunk=chunk, together=together)
 
+    def of_turn(
+        self, tokens: int, config: PagedConfig, prompts: tuple[int, int], new_tokens: int
+    ) -> Layout:
+        """As `prefilling`, of P prompts of at most S tokens, and as few of them together as leave
+        pages for a row's completion: `choose_layout` has counted with those of chunks of S."""
+        found, room = self.prefilling(tokens, config, prompts[0]), self.pages
+        room -= self.columns(new_tokens)
+        if found.prompt_pages(*prompts) <= room:
+            return found
+        fits = room // self.columns(prompts[1]) - self.slots
+        return replace(found, together=max(self.together, min(found.together, fits)))
+
     def prompt_pages(self, prompts: int, tokens: int) -> int:
         """Count the pages of all prompts that may be loaded at one time, of so many and so long."""
         return min(prompts, self.slots + self.together) * self.columns(tokens)

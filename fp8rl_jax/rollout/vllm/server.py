@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import re
 import signal
@@ -104,7 +105,7 @@ class Server:
         """Send JSON to a route.
 
         Args:
-            seconds: until the answer; default: rollout.vllm.request_seconds.
+            seconds: until the answer, or infinity; default: rollout.vllm.request_seconds.
 
         Raises:
             ServerGone: it does not answer.
@@ -178,7 +179,8 @@ class Server:
         """
         pool = ThreadPoolExecutor(max(len(bodies), 1), "fp8rl-vllm")
         try:
-            asked = [pool.submit(self.post, "/v1/completions", body) for body in bodies]
+            # each waits its turn: how long nothing is answered is seen below
+            asked = [pool.submit(self.post, "/v1/completions", body, math.inf) for body in bodies]
             open_, last = set(asked), time.monotonic()
             while open_:
                 done, open_ = wait(open_, _LOOK_SECONDS, FIRST_COMPLETED)
@@ -321,7 +323,8 @@ class Server:
         place = urllib.parse.urlsplit(self.address)
         secure = place.scheme == "https"
         connect = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        connection = connect(place.netloc, timeout=seconds or self.config.request_seconds)
+        seconds = self.config.request_seconds if seconds is None else seconds
+        connection = connect(place.netloc, timeout=None if seconds == math.inf else seconds)
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("VLLM_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"

@@ -30,6 +30,7 @@ _SET_MODE_FILTER, _GET_ACTION_AVAILABLE = 1, 2
 _NEW_LISTENER = 1 << 3
 _ALLOW, _ERRNO, _USER_NOTIF, _KILL = 0x7FFF0000, 0x00050000, 0x7FC00000, 0x80000000
 _CLONE_THREAD = 0x00010000
+CLONE_PARENT = 0x00008000
 
 # Offsets in struct seccomp_data, and the instructions.
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
@@ -77,6 +78,8 @@ _CALLS: dict[str, tuple[int, int | None]] = {
     "lsetxattr": (189, 6),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
+    "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
     "msgget": (68, 186),
     "perf_event_open": (298, 241),
     "pidfd_getfd": (438, 438),
@@ -245,6 +248,9 @@ def _gate_program() -> list[_Line]:
         (_LOAD, 0, 0, _ARGUMENTS),
         (_IF_ANY_BIT, 0, 1, _CLONE_THREAD),
         (_RETURN, 0, 0, _ALLOW),
+        # a child of the supervisor's is not among those that it counts and ends
+        (_IF_ANY_BIT, 0, 1, CLONE_PARENT),
+        (_RETURN, 0, 0, _ERRNO | errno.EPERM),
         (_RETURN, 0, 0, _USER_NOTIF),
     ]
 

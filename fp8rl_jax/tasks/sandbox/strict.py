@@ -80,10 +80,11 @@ _INFLUENCE = (
     *(Refused(call) for call in ("setpriority", "ioprio_set", "migrate_pages", "move_pages")),
     # keys, shared memory, semaphores and queues of the same user
     *(Refused(call) for call in ("add_key", "request_key", "keyctl")),
-    *(Refused(call) for call in ("shmget", "semget", "msgget")),
+    *(Refused(call) for call in ("shmget", "semget", "msgget", "mq_open", "mq_unlink")),
     # ways around this filter: sockets of io_uring, rights in a namespace of one's own
     *(Refused(call) for call in ("io_uring_setup", "unshare", "setns", "bpf", "userfaultfd")),
-    Refused("clone", mask=_NEW_NAMESPACES, allowed=(0,)),
+    # nor a child that is not the worker's, which ends with it
+    Refused("clone", mask=_NEW_NAMESPACES | seccomp.CLONE_PARENT, allowed=(0,)),
     Refused("clone3", error=errno.ENOSYS),
 )
 # Landlock does not see who owns a file, nor its mode, times and attributes.
