@@ -2223,10 +2223,11 @@ def rows_of(claims: Sequence[Claim], linked: bool = False) -> str:
         section = sections.get(claim.heading) or Section("", str, "", claim.path, optional=True)
         if section.there:
             found, over = claim.found()
-            command = claim.command or section.command.split(" ..., ")[0]
+            command, cut, _ = (claim.command or section.command).partition(" ..., ")
             place = f"#{anchor(claim.heading)}" if claim.heading else "training.md"
             asked = f"[{claim.asked}]({place})" if linked else claim.asked
-            rows.append([asked, found, over, f"`{command}`"])
+            more = ", with the record's arguments" if cut else ""
+            rows.append([asked, found, over, f"`{command}`{more}"])
     return table(["asked", "found (95 % interval)", "over", "command"], rows) + "\n"
 
 

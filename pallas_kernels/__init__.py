@@ -1,4 +1,4 @@
-"""Low-precision operations for JAX, one folder each. They need JAX and nothing else.
+"""Low-precision operations for JAX, one folder each. They need JAX and jaxtyping.
 
 Every operation has one public function with `backend="auto" | "reference" | "cpu" | "hopper"`.
 The reference is plain XLA, runs on every device and is the definition of correct. A backend asked

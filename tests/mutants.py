@@ -18,6 +18,7 @@ this is rare.
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import queue
 import re
@@ -155,8 +156,9 @@ LIST: list[Mutant] = [
     *of(
         "ablation/design.py",
         "ablation/test_design.py",
-        ("arms-share-a-seed", "seed=seed, output=_lit", "output=_lit", "whole_configuration"),
+        ("arms-share-a-seed", "seed=seed, output=lit", "output=lit", "whole_configuration"),
         ("any-difference-allowed", "own[key] == common[key]", "True", "faults_are_named"),
+        ("judge-with-adapters", "        lora=LoraConfig(),\n", "", "judge_refuses"),
     ),
     *of(
         "ablation/runner.py",
@@ -256,8 +258,8 @@ LIST: list[Mutant] = [
         ),
         (
             "truncation-forgotten",
-            "config.samples_truncated(), entering)",
-            "False, entering)",
+            "self.config.samples_truncated() if truncated is None else truncated",
+            "bool(truncated)",
             "a_step_learns",
         ),
         (
@@ -303,9 +305,15 @@ LIST: list[Mutant] = [
             f"{SESSION} change_nothing",
         ),
         (
+            "reference-of-what-is-loaded",
+            "Learner(self.config, self.recipe, self._kept, self.mesh)",
+            "Learner(self.config, self.recipe, state.policy, self.mesh)",
+            f"{SESSION} that_is_loaded",
+        ),
+        (
             "restart-keeps-the-step",
-            "        self.step = self._rollouts = 0\n",
-            "",
+            "self.step = self._rollouts = 0",
+            "pass",
             f"{SESSION} warm_start",
         ),
         (
@@ -510,8 +518,8 @@ LIST: list[Mutant] = [
         ),
         (
             "failures-not-watched",
-            "        metrics |= self.watch.see(step, metrics, found.scores)\n",
-            "",
+            "metrics |= self.watch.see(step, metrics, found.scores)",
+            "pass",
             "failed_reward",
         ),
         ("samples-of-no-step", '{"step": step, **row}', '{"step": 0, **row}', "a_step_learns"),
@@ -746,10 +754,11 @@ LIST: list[Mutant] = [
         ),
         (
             "denominator-of-all",
-            "loss_denominator(batch.mask if batch.loss_mask is None else batch.loss_mask",
+            "loss_denominator(in_loss",
             "loss_denominator(batch.mask",
             "takes_old",
         ),
+        ("momentum-moves-alone", ", saturated, in_loss.any()", ", saturated", "moves_nothing"),
         (
             "ratio-turned",
             "batch.old_logprobs - batch.rollout_logprobs",
@@ -886,6 +895,7 @@ LIST: list[Mutant] = [
     *of(
         "training/collect.py",
         WIRING,
+        ("first-updates-teach", "chosen.reshape(-1, self.updates).T.ravel()", "chosen", "deals"),
         (
             "one-key-for-all-steps",
             "rollout_key(self.seed, step, number)",
@@ -1355,6 +1365,7 @@ LIST: list[Mutant] = [
     *of(
         "rollout/vllm/server.py",
         "rollout/test_vllm.py",
+        ("vllm-no-turns", ", body, math.inf)", ", body)", "one_after_the_other"),
         (
             "vllm-old-prefixes-stay",
             'self.post("/reset_prefix_cache")',
@@ -1379,8 +1390,8 @@ LIST: list[Mutant] = [
         ),
         (
             "pages-never-freed",
-            'slots.pages, none)].set(True, mode="drop") waiting',
-            'slots.pages, none)].set(False, mode="drop") waiting',
+            'slots.pages, none)].set(True, mode="drop")',
+            'slots.pages, none)].set(False, mode="drop")',
             "tight",
         ),
         (
@@ -1591,8 +1602,8 @@ LIST: list[Mutant] = [
         ),
         (
             "scored-twice-by-each",
-            "        own = pool.score(\n",
-            "        pool.score(examples, completions)\n        own = pool.score(\n",
+            "own = pool.score(",
+            "own = pool.score(examples, completions) and pool.score(",
             "a_step_learns",
         ),
         (
@@ -1736,6 +1747,12 @@ LIST: list[Mutant] = [
     *of(
         "training/optimizer.py",
         "training/test_moments.py",
+        (
+            "schedule-of-the-moments",
+            "rate = self.schedule(updates)",
+            "rate = self.schedule(before.count)",
+            "training/test_update.py schedule_follows",
+        ),
         (
             "sgd-unclipped",
             "change = _clipped(load(gradient), norm, numbers.norm)",
@@ -1926,6 +1943,21 @@ LIST: list[Mutant] = [
         ),
     ),
     *of(
+        "training/checkpoint.py",
+        "training/test_checkpoint_rubbish.py",
+        ("other-checkpoints", "if other != seen[0]:", "if False:", "see_other_checkpoints"),
+    ),
+    *of(
+        "config/fingerprint.py",
+        "ablation/test_design.py",
+        ("any-objective", "specs += [rl.objective, ", "specs += [", "functions_that_are_files"),
+    ),
+    *of(
+        "rollout/paged/layout.py",
+        "rollout/test_paged.py",
+        ("pages-for-prompts-alone", "if found.prompt_pages(*prompts) <= room:", "if True:", "turn"),
+    ),
+    *of(
         "parallel/distributed.py",
         "parallel/test_distributed.py",
         (
@@ -1949,8 +1981,8 @@ LIST: list[Mutant] = [
 
 
 def unfit(mutants: Sequence[Mutant], tree: Path) -> list[str]:
-    """What is wrong with the list, one line each: texts that are not found exactly once, and names
-    that are used twice."""
+    """What is wrong with the list, one line each: texts that are not found exactly once, names that
+    are used twice, and what is no Python."""
     texts = {file: (tree / file).read_text() for file in {mutant.file for mutant in mutants}}
     names = [(mutant.file, mutant.name) for mutant in mutants]
     found = [
@@ -1959,8 +1991,14 @@ def unfit(mutants: Sequence[Mutant], tree: Path) -> list[str]:
         if names.count((file, name)) > 1
     ]
     for mutant in mutants:
-        if (times := len(mutant.places(texts[mutant.file]))) != 1:
-            found.append(f"{mutant.file}: {mutant.name}: found {times} times: {mutant.old!r}")
+        places = mutant.places(text := texts[mutant.file])
+        if len(places) != 1:
+            found.append(f"{mutant.file}: {mutant.name}: found {len(places)} times: {mutant.old!r}")
+            continue
+        try:
+            ast.parse(mutated(text, mutant, places[0]))
+        except SyntaxError as error:
+            found.append(f"{mutant.file}: {mutant.name}: {error.msg}, with {mutant.new!r}")
     return sorted(found)
 
 
@@ -2017,6 +2055,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2 if broken else int(killed < LEAST * len(verdicts))
 
 
+def mutated(text: str, mutant: Mutant, place: re.Match[str]) -> str:
+    """The text with its mutant in it."""
+    return text[: place.start()] + mutant.new + text[place.end() :]
+
+
 def copy_tree(target: Path) -> Path:
     """What git tracks or would track, in `target`."""
     names = subprocess.check_output(
@@ -2036,7 +2079,7 @@ def run(mutant: Mutant, tree: Path) -> tuple[str, str]:
     text, stat = path.read_text(), path.stat()
     try:
         (place,) = mutant.places(text)
-        path.write_text(text[: place.start()] + mutant.new + text[place.end() :])
+        path.write_text(mutated(text, mutant, place))
         # a time of its own, whatever the clock's grain: no compiled module of the original is taken
         # for it
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**10))

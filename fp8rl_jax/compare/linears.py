@@ -94,10 +94,11 @@ def grouped(names: Sequence[str], layers: int) -> str:
 def _places(numbers: tuple[int, ...], layers: int) -> str:
     if len(numbers) == layers > 1:
         return f"all {layers} layers"
-    return f"layer{'s' if len(numbers) > 1 else ''} {_ranges(numbers)}"
+    return f"layer{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
 
 
-def _ranges(numbers: tuple[int, ...]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
+    """Write (0, 1, 2, 5) as 0-2, 5."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

@@ -18,10 +18,10 @@ named:
     float32, bfloat16, float16  the dtype as it is
     float16-power_of_two        float16 with one scale for the whole tensor, a power of two
 
-An element type is registered with `register_element`, and a format that deserves a name of its own
-with `register_format`. Both are then known wherever a recipe is read. A format that is more than an
-element type in blocks brings its own quantizer: `precision.formats.register`. What has to follow
-elsewhere is a kernel that multiplies it: precision/check.py refuses a pair that no backend takes.
+An element type is registered with `register_element`, and then known wherever a recipe is read. A
+format that is more than an element type in blocks brings its own quantizer, and a name:
+`precision.formats.register`. What has to follow elsewhere is a kernel that multiplies it:
+precision/check.py refuses a pair that no backend takes.
 """
 
 from __future__ import annotations
@@ -183,15 +183,10 @@ class TensorFormat:
     @property
     def name(self) -> str:
         """The text that `parse_format` makes this format of: its registered name, or its parts."""
-        if registered := next((name for name, fmt in FORMATS.items() if fmt == self), ""):
-            return registered
         block = [] if self.block is None else [block_text(self.block)]
         scale = [] if self.scale == _usual_scale(self.element) else [self.scale]
         return "-".join([self.element, *block, *scale])
 
-
-FORMATS: dict[str, TensorFormat] = {}
-"""Formats with a name of their own, beside those that are named by their parts."""
 
 COMPUTE = TensorFormat()
 FLOAT32 = TensorFormat("float32", scale="none")
@@ -210,8 +205,6 @@ def parse_format(text: str) -> TensorFormat:
     Raises:
         UserError: it is neither.
     """
-    if text in FORMATS:
-        return FORMATS[text]
     if (parts := _PARTS.fullmatch(text)) is None:
         raise UserError(
             f"{text!r} is no format; write ELEMENT[-ROWSxCOLUMNS][-SCALE], such as e4m3-1x128 or "
@@ -242,21 +235,6 @@ def register_element(element: ElementType) -> ElementType:
             f"element {element.name!r} is registered already, as {ELEMENTS[element.name]}"
         )
     return element
-
-
-def register_format(name: str, fmt: TensorFormat) -> TensorFormat:
-    """Gives a format a name of its own, such as "mxfp8".
-
-    Raises:
-        UserError: the name belongs to another format, or is read as the parts of one.
-    """
-    try:
-        taken = parse_format(name)
-    except UserError:
-        taken = None
-    if taken not in (None, fmt):
-        raise UserError(f"format {name!r} is registered already, as {taken}")
-    return FORMATS.setdefault(name, fmt)
 
 
 def register_name(name: str, block: tuple[int, int]) -> TensorFormat:

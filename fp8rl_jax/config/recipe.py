@@ -718,7 +718,8 @@ class PrecisionConfig:
     first_layers_in_compute: float = 0.0
     """Layers at the start of the model whose linears stay in the compute dtype, in the rollout and
     the trainer alike (NeMo RL's num_first_layers_in_bf16), or below 1 the part of them; 0: the
-    recipe's number, none in all built-in ones but nvfp4. Their part of an FP8 cache stays FP8."""
+    recipe's number, none in all built-in ones but nvfp4 and mxfp4. Their part of an FP8 cache stays
+    FP8."""
     last_layers_in_compute: float = 0.0
     """The same at the end of the model (num_last_layers_in_bf16)."""
     weight_source: Literal["compute", "master"] | None = None

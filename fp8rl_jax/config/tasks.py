@@ -64,7 +64,7 @@ class RewardConfig:
     else 0."""
     timeout: float = 5.0
     """Seconds that one sample may take, all its rewards together, or a turn of an environment with
-    the earlier ones that are played again; then its worker is killed and the sample gets reward 0.
+    the earlier ones that are played again; then its worker is killed and the sample has no reward.
     A batch reward may take this times its samples."""
     batch_size: int = 32
     """Completions that a batch reward gets in one call, at most. A worker's first call has one, so

@@ -260,7 +260,7 @@ def test_a_judge_refuses_before_anything_is_run(study):
     with pytest.raises(UserError, match="judge: .*recipe 'nvfp4' has formats .* vLLM does not"):
         read_design(study(judge="nvfp4", settings=served))
     ahead = {"rollout.engine": "paged", "rollout.paged.extra_prompts": 4}
-    arms = {"bf16": {"recipe": "fp8-rl"}, "own": {"recipe": "fp8-rl", "precision.kv_rule": "none"}}
+    arms = {"bf16": {"recipe": "fp8-rl"}, "own": {"recipe": "fp8-rl", "precision.kv_rule": "verl"}}
     design = read_design(study(judge="bf16", settings=ahead, arms=arms))
     one, other = (
         judged(replace(arm.config, lora=LoraConfig(4), output="here"), "bf16")

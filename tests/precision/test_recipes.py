@@ -16,12 +16,10 @@ from fp8rl_jax.config.correction import CorrectionConfig
 from fp8rl_jax.config.files import dump_toml, read_config
 from fp8rl_jax.config.formats import (
     ELEMENTS,
-    FORMATS,
     ElementType,
     ScaleRule,
     parse_format,
     register_element,
-    register_format,
 )
 from fp8rl_jax.config.recipe import (
     COMPUTE,
@@ -309,19 +307,18 @@ def test_what_is_no_format_is_refused(name, message):
         parse_format(name)
 
 
-def test_a_new_file_registers_an_element_and_a_format(monkeypatch):
-    for table, name in ((ELEMENTS, "f4"), (FORMATS, "mx4")):
-        monkeypatch.setitem(table, name, None)
-        del table[name]  # not there yet, and gone again after the test
+def test_a_new_file_registers_an_element(monkeypatch):
+    monkeypatch.setitem(ELEMENTS, "f4", None)
+    del ELEMENTS["f4"]  # not there yet, and gone again after the test
     element = register_element(ElementType("f4", "float4_e2m1fn", 6.0, 4))
-    fmt = register_format("mx4", TensorFormat("f4", (1, 32), "power_of_two"))
+    name, fmt = "f4-1x32-power_of_two", TensorFormat("f4", (1, 32), "power_of_two")
     row = recipe_like(
-        "fp8-rollout", "mine", **{"rollout.weight": "mx4", "rollout.activation": "e4m3-1x32"}
+        "fp8-rollout", "mine", **{"rollout.weight": name, "rollout.activation": "e4m3-1x32"}
     )
     assert (
         row.rollout.weight == fmt and element_dtype(fmt) == jnp.float4_e2m1fn and element.bits == 4
     )
-    assert row.table()["rollout"]["weight"] == fmt.name == "mx4"
+    assert row.table()["rollout"]["weight"] == fmt.name == name
     check_recipe(row)  # the reference multiplies the pair
     # on the command line, too, which was read before
     flags = ["--recipe", "jet-rl", "--precision.output-gradient", "f4"]
@@ -329,10 +326,7 @@ def test_a_new_file_registers_an_element_and_a_format(monkeypatch):
     assert get_recipe("jet-rl", asked.precision).output_gradient.element == "f4"
     with pytest.raises(UserError, match=r"precision\.output_gradient: unknown element 'fp5'"):
         get_recipe("jet-rl", PrecisionConfig(output_gradient="fp5"))
-    register_format("mx4", fmt)
     for again in (
-        lambda: register_format("mx4", W),
-        lambda: register_format("e4m3-1x128", W),
         lambda: register_element(replace(element, bits=8)),
         lambda: register_element(ElementType("compute", "float32", 1.0, 32)),
     ):

@@ -66,7 +66,7 @@ def load(
         done, state = carry
         start = begins + done
         result, state, column, real = _prefill(
-            policy, queue, state, layout, tokens, lengths, start, (pages, start), None
+            policy, state, layout, tokens, lengths, start, (pages, start), None
         )
         found = state.loaded
         last = lengths - 1 - start
@@ -110,7 +110,7 @@ def run(
 
     def step(carry):
         taken, state, _ = carry
-        state = _admit(queue, _decode(policy, queue, state, sampling, layout), layout)
+        state = _admit(queue, _decode(policy, queue, state, sampling), layout)
         return taken + 1, *with_signals(queue, state, layout)
 
     carry = (jnp.int32(0), *with_signals(queue, state, layout))
@@ -133,7 +133,7 @@ def catch_up(policy: Policy, queue: Queue, state: State, layout: Layout) -> tupl
         done, state = carry
         start = held + done
         result, state, column, real = _prefill(
-            policy, queue, state, layout, tokens, wanted, start, (pages, start), prefix
+            policy, state, layout, tokens, wanted, start, (pages, start), prefix
         )
         rows = _with_routes(state.rows, row[:, None], column, real, result.routes)
         return done + layout.chunk, state._replace(rows=rows)
@@ -153,7 +153,7 @@ def shrink(slots: Slots, rows: int, count: int) -> Slots:
     return jax.tree.map(lambda x: x[order], slots)
 
 
-def _prefill(policy, queue, state, layout, tokens, lengths, start, own, prefix):
+def _prefill(policy, state, layout, tokens, lengths, start, own, prefix):
     """One chunk of some rows from `start` on: the forward's result, the state with their keys and
     values, the tokens' columns, and which are real."""
     column = start[:, None] + jnp.arange(layout.chunk)
@@ -168,7 +168,7 @@ def _prefill(policy, queue, state, layout, tokens, lengths, start, own, prefix):
     return result, state._replace(**cached), column, real
 
 
-def _decode(policy: Policy, queue: Queue, state: State, sampling: Sampling, layout: Layout):
+def _decode(policy: Policy, queue: Queue, state: State, sampling: Sampling):
     """One token for every row in a slot: of a new one from its prompt, of others by a forward."""
     slots, rows = state.slots, state.rows
     there, row = _there(queue, state), slots.row
@@ -224,7 +224,7 @@ def _decode(policy: Policy, queue: Queue, state: State, sampling: Sampling, layo
         stop_state=stop_state,
         bad_state=bad_state,
     )
-    return _leave(queue, _counted(queue, state, there)._replace(rows=rows, slots=slots), ended)
+    return _leave(queue, _counted(state, there)._replace(rows=rows, slots=slots), ended)
 
 
 def _leave(queue: Queue, state: State, leaving: Bool[Array, " slots"]) -> State:
@@ -348,7 +348,7 @@ def _waiting(queue: Queue, state: State) -> tuple[Array, Array, Array]:
     return row, loaded & (status == EVICTED), loaded & (status == NEW)
 
 
-def _counted(queue: Queue, state: State, there: Bool[Array, " slots"]) -> State:
+def _counted(state: State, there: Bool[Array, " slots"]) -> State:
     c, status = state.counters, state.rows.status
     waits = ((status == NEW) | (status == EVICTED)).any().astype(jnp.float32)
     used = (~state.free).sum(dtype=jnp.int32)

@@ -15,8 +15,8 @@ that runs JAX may deadlock. So:
 - Samples travel in batches, results come back one by one: the pool always knows which sample a
   worker is at, so exactly that one is lost, and the rest of its batch goes to the next worker.
 - Whatever a reward does wrong (an exception, a result that is no finite number, too much memory,
-  too large a file, the end of its process) is reward 0 for its sample, and counted. The run goes
-  on.
+  too large a file, the end of its process) leaves its sample without a reward, and is counted. The
+  run goes on.
 - What it prints goes into a file of bounded size.
 
 This isolates faults, not malice: a reward can write files, open sockets, and kill its supervisor,
