@@ -62,7 +62,7 @@ STAND_INS = {
     "RUN.toml": RUN,
     "FILE.toml": STUDY,
     "books/one.txt": "In the beginning was a small text.\n" * 400,
-    "tokens.jsonl": '{"prompt_ids": [97, 98, 61], "completion_ids": [98, 97]}\n',
+    "tokens.jsonl": '{"tokens": [97, 98, 61, 98, 97]}\n',
 }
 """Files of a page's reader."""
 MODEL = "runs/demo/bf16/model"

@@ -1389,12 +1389,6 @@ LIST: list[Mutant] = [
             "by_their_rank",
         ),
         (
-            "pages-never-freed",
-            'slots.pages, none)].set(True, mode="drop")',
-            'slots.pages, none)].set(False, mode="drop")',
-            "tight",
-        ),
-        (
             "prompt-freed-early",
             "fill_value=1) == 0)",
             "fill_value=1) < 9)",

@@ -71,6 +71,9 @@ def load_config[Config](
     config = _read_flags(tree, flags, prog, unchecked(draft, empty), faults) if flags else None
     config = laid_over(tree(), values, faults) if config is None else config
     config = laid_over(config, entries, faults)
+    asked = any(flag.startswith(("--precision.exact", "--precision.no-exact")) for flag in flags)
+    if isinstance(config, RunConfig) and len(files) > count and not asked:
+        config = config.with_exact_of(draft)
     faults += problems(config)
     if faults:
         raise UserError("\n".join(dict.fromkeys(map(one_line, faults))))

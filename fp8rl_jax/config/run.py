@@ -346,6 +346,12 @@ class RunConfig:
         """The run under another recipe; whether it is exact is left to that one."""
         return replace(self, recipe=recipe, precision=replace(self.precision, exact="auto"))
 
+    def with_exact_of(self, run: RunConfig) -> RunConfig:
+        """This run, which began with the settings of another; what that one found out of
+        precision.exact says nothing of another recipe."""
+        same = self.recipe == run.recipe or self.precision.exact != run.precision.exact
+        return self if same else self.under(self.recipe)
+
     @property
     def directory(self) -> Path:
         """`output` with its placeholders filled in."""

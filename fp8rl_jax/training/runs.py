@@ -163,10 +163,13 @@ def evaluate(
 def _settled(
     config: RunConfig | str | Path | None, settings: dict[str, Any], trained: bool = False
 ) -> RunConfig:
+    run = run_directory(config) if trained and isinstance(config, str | Path) else None
     if isinstance(config, str | Path):
-        run = run_directory(config) if trained else None
         config = read_config(RunConfig, config, *([] if run is None else [trained_settings(run)]))
-    return with_settings(RunConfig() if config is None else config, settings)
+    before = RunConfig() if config is None else config
+    found = with_settings(before, settings)
+    asked = settings.keys() & {"exact", "precision.exact"}
+    return found if run is None or asked else found.with_exact_of(before)
 
 
 def _unmeasured(asked: Sequence[str], metrics: Mapping[str, Any]) -> str:

@@ -53,6 +53,10 @@ def test_a_run_is_what_it_has_trained(tmp_path, capsys, caplog, more):
         assert evaluated(settings, "--model.path", "")[0] == before
         found = fp8rl.evaluate(settings)
         assert [found["eval/accuracy"], found["eval/mean_length"]] == after
+        # of another recipe it is found out anew whether it is exact
+        assert tomllib.loads((run / "config.toml").read_text())["precision"]["exact"] is True
+        evaluated(str(run), "--recipe", "fp8-rl")
+        fp8rl.evaluate(run, recipe="fp8-rl")
     first = load_policy(find_model(run))
     # as a run leaves it that is stopped before its end: of an earlier end there is another model
     record = json.loads((run / "run.json").read_text())
