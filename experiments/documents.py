@@ -12,6 +12,7 @@ SHA-256 of what it prints; a test fails where a page prints something else than 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -36,10 +37,10 @@ num_heads = 2
 num_kv_heads = 1
 head_dim = 64
 [task]
-train_size = 16
+train_size = 64
 eval_size = 4
 [rollout]
-prompts_per_step = 4
+prompts_per_step = 64
 samples_per_prompt = 2
 max_new_tokens = 8
 [trainer]
@@ -82,11 +83,17 @@ NOT_HERE = {
     r"clip-ratio-high": "it is refused, which tests/test_docs.py has word for word",
 }
 """What is not run, by what it says, and where it is tried."""
+NOT_RUN_YET = ("README.md", "docs/guides/data.md", "docs/guides/model.md", "docs/training.md")
+"""Pages of which not all has run without a fault yet."""
 TWO_UPDATES = {
     "train": ["--trainer.steps", "2"],
     "pretrain": ["--sft.steps", "2"],
     "sft": ["--sft.steps", "2"],
 }
+
+
+_NUMBERS = itertools.count()
+"""Of outputs: none is used twice."""
 
 
 @dataclass(frozen=True)
@@ -185,9 +192,9 @@ def faults(folder: Path, page: Page, timeout: int) -> Iterator[str]:
     if page.program:
         (folder / "program.py").write_text(page.program)
         yield from _fault("its program", ["program.py"], folder, timeout)
-    for number, words in enumerate(page.commands):
+    for words in page.commands:
         if not elsewhere(words):
-            command = ["-m", "fp8rl_jax.cli.main", *as_run(words, number)]
+            command = ["-m", "fp8rl_jax.cli.main", *as_run(words, next(_NUMBERS))]
             yield from _fault(f"fp8rl {shlex.join(words)}", command, folder, timeout)
 
 

@@ -332,7 +332,7 @@ def test_from_python_a_session_and_a_load_try_them(monkeypatch, start, tmp_path)
         fp8rl.Session(policy, tokenizer, "bf16", backend="hopper")
     start()
     (tmp_path / "config.json").write_text(json.dumps(config_json(policy.config)))
-    monkeypatch.setattr("fp8rl_jax.weights.load.load", lambda *_: "loaded")
+    monkeypatch.setattr("fp8rl_jax.weights.load.load", lambda *_, **__: "loaded")
     assert fp8rl.load(tmp_path) == "loaded"
     start()
     check_recipe(get_recipe("fp8-rl"))

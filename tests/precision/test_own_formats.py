@@ -172,7 +172,9 @@ def test_moments_rest_in_it():
     adam = make_optimizer(OptimizerConfig(learning_rate=1.0, max_grad_norm=0.0), 1, kept)
     weight, gradient = {"w": jnp.ones((4, 64))}, {"w": jnp.asarray(draw(4, 64))}
     masters = kept_masters(weight, kept)
-    after, state, finite = adam.step(masters, gradient, adam.init(masters), jnp.float32(1))
+    after, state, finite = adam.step(
+        masters, gradient, adam.init(masters), jnp.float32(1), jnp.int32(0)
+    )
     # a step of Adam's is the sign of the gradient
     expected = restored(1 - np.sign(gradient["w"]))
     np.testing.assert_allclose(after["w"].dequantize(), expected, atol=0.15)

@@ -96,7 +96,8 @@ def test_two_updates_are_those_of_the_formulas():
     mean = square = np.zeros_like(kept)
     for count in (1, 2):
         g = np.float32(rng.normal(size=w.shape) * 10.0 ** rng.uniform(-4, 0, w.shape))
-        params, state, fits = step(params, {"w": jnp.asarray(g)}, state, jnp.float32(1))
+        given = {"w": jnp.asarray(g)}
+        params, state, fits = step(params, given, state, jnp.float32(1), jnp.int32(count - 1))
         mean, square = 0.9 * mean + 0.1 * g, 0.999 * square + 0.001 * g.astype(float) ** 2
         change = mean / (1 - 0.9**count) / (np.sqrt(square / (1 - 0.999**count)) + 1e-10)
         moved = kept - 1e-3 * change

@@ -111,7 +111,7 @@ def test_second_moment_follows_a_gradient_that_shrinks(name):
     def run(state):
         def step(i, state):
             halved = jnp.where((i < 100) | (jnp.arange(128) == 0), 1.0, 0.5)
-            return adam.step(weight, {"w": sizes[None] * halved}, state, jnp.float32(1))[1]
+            return adam.step(weight, {"w": sizes[None] * halved}, state, jnp.float32(1), i)[1]
 
         return jax.lax.fori_loop(0, 400, step, state)
 
@@ -129,7 +129,9 @@ def test_first_update_is_the_sign_of_the_gradient():
     weight = jax.tree.map(jnp.zeros_like, gradient)
     for name in FORMATS:
         adam = _adam(name, rate=1.0, eps=1e-12)
-        after, _, finite = adam.step(weight, gradient, adam.init(weight), jnp.float32(1))
+        after, _, finite = adam.step(
+            weight, gradient, adam.init(weight), jnp.float32(1), jnp.int32(0)
+        )
         assert finite
         np.testing.assert_allclose(after["w"], -np.sign(gradient["w"]), rtol=1e-5, err_msg=name)
 
@@ -150,7 +152,7 @@ def test_float32_moments_are_those_of_optax():
             lambda x, seed=seed: jax.random.normal(jax.random.key(seed), x.shape), policy
         )
         policies[0], states[0], finite = jax.jit(ours.step)(
-            policies[0], gradients, states[0], optax.tree.norm(gradients)
+            policies[0], gradients, states[0], optax.tree.norm(gradients), jnp.int32(seed)
         )
         updates, states[1] = jax.jit(theirs.update)(gradients, states[1], policies[1])
         policies[1] = optax.apply_updates(policies[1], updates)
@@ -295,7 +297,9 @@ def test_a_tensor_that_would_not_be_finite_stays(name):
     weight = {"a": jnp.ones((2, 3, 128)).at[1, 0, 0].set(3e38), "b": jnp.ones((4, 128))}
     gradient = jax.tree.map(lambda x: -jnp.ones_like(x), weight)
     adam = _adam(name, rate=3e38)
-    after, state, finite = adam.step(weight, gradient, adam.init(weight), jnp.float32(1))
+    after, state, finite = adam.step(
+        weight, gradient, adam.init(weight), jnp.float32(1), jnp.int32(0)
+    )
     assert not finite
     np.testing.assert_array_equal(after["a"][1], weight["a"][1])
     np.testing.assert_array_equal(after["a"][0] == weight["a"][0], name == "float32")
@@ -379,15 +383,17 @@ def test_sgd_is_that_of_optax_and_keeps_no_moments():
             lambda x, seed=seed: jax.random.normal(jax.random.key(seed), x.shape), policy
         )
         norm = optax.tree.norm(gradients)
-        policies[0], states[0], finite = step(policies[0], gradients, states[0], norm, True)
+        count = jnp.int32(seed)
+        policies[0], states[0], finite = step(policies[0], gradients, states[0], norm, count, True)
         updates, states[1] = jax.jit(theirs.update)(gradients, states[1], policies[1])
         policies[1] = optax.apply_updates(policies[1], updates)
         assert finite and states[0].count == seed + 1
         jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-8), *policies)
-    kept, state, _ = step(policies[0], gradients, states[0], norm, False)
+    kept, state, _ = step(policies[0], gradients, states[0], norm, jnp.int32(3), False)
     jax.tree.map(np.testing.assert_array_equal, (kept, state), (policies[0], states[0]))
     wild = jax.tree.map(lambda x: x.at[..., 0].set(jnp.inf), gradients)
-    kept, state, finite = step(policies[0], wild, states[0], jnp.float32(0.5), True)
+    count = jnp.int32(4)
+    kept, state, finite = step(policies[0], wild, states[0], jnp.float32(0.5), count, True)
     jax.tree.map(np.testing.assert_array_equal, kept, policies[0])
     assert not finite and state.count == 4
 
