@@ -343,12 +343,15 @@ def read_design(
     base, objects = _with_objects(
         base, reward, environment, {"dataset": dataset, "eval_dataset": eval_dataset}, faults
     )
-    faults += _judge_faults(file.judge, base)
     given = _given_arms(file, faults)
     faults += _baseline_faults(file.baseline, given) if given else []
     arms = list(_arms(given, base, faults))
+    sound = []
     for arm in arms:
-        faults += _arm_faults(arm, file)
+        own = _arm_faults(arm, file)
+        faults += own
+        sound += [] if own else [arm]
+    faults += _judge_faults(file.judge, base, sound) if file.judge else []
     faults += _differences(file, arms)
     name = file.name or (Path(str(source)).stem if is_file else "ablation")
     if faults:
@@ -376,12 +379,14 @@ def _with_objects(
     return replace(base, task=task), objects
 
 
-def _judge_faults(judge: str, base: RunConfig) -> list[str]:
-    if judge:
-        try:
-            _ = judged(base, judge).resolved_recipe
-        except UserError as error:
-            return [f"judge: {line}" for line in str(error).splitlines()]
+def _judge_faults(judge: str, base: RunConfig, arms: Sequence[Arm]) -> list[str]:
+    """What keeps the runs of sound arms from being judged."""
+    try:
+        _ = judged(base, judge).resolved_recipe
+        for arm in arms:
+            validate(judged(arm.config, judge))
+    except UserError as error:
+        return [f"judge: {line}" for line in str(error).splitlines()]
     return []
 
 
@@ -539,11 +544,6 @@ def _arm_faults(arm: Arm, file: AblationConfig) -> list[str]:
         config.samples_truncated()
     except UserError as error:
         faults += str(error).splitlines()
-    if file.judge and not faults:
-        try:
-            validate(judged(config, file.judge))
-        except UserError as error:
-            faults += [f"judge: {line}" for line in str(error).splitlines()]
     for key, metric in (("metric.name", name), ("collapse.metric", file.collapse.metric)):
         if not metric.startswith(("eval/", "judged/")):
             continue

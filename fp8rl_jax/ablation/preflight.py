@@ -83,6 +83,7 @@ def _check(config: RunConfig, judge: str) -> Preflight:
     import jax
 
     from fp8rl_jax import self_test
+    from fp8rl_jax.ablation.design import judged
     from fp8rl_jax.models.policy import init_policy, linear_names, parameter_count
     from fp8rl_jax.parallel import make_mesh
     from fp8rl_jax.precision import check_recipe, quantized_layers
@@ -102,7 +103,7 @@ def _check(config: RunConfig, judge: str) -> Preflight:
         self_test.confirm(config.precision.backend, lambda: kernel_sizes(model_shape(config)))
         check_recipe(recipe, config.precision.backend)
         if judge:
-            check_recipe(config.under(judge).resolved_recipe, config.precision.backend)
+            check_recipe(judged(config, judge).resolved_recipe, config.precision.backend)
         check_functions(config.rl, config.rollout.samples_per_prompt)
         mesh = make_mesh(config.mesh)
         shape = model_shape(config)

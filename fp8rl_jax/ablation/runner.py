@@ -256,8 +256,7 @@ class Runner:
         """`locked` of one of this ablation's locks."""
         with contextlib.ExitStack() as stack:
             try:
-                path = self.design.directory / "logs" / f"{name}.lock"
-                lock = stack.enter_context(locked(path, wait))
+                lock = stack.enter_context(locked(self.logs / f"{name}.lock", wait))
             except OSError as error:
                 raise self._unwritable(error) from error
             yield lock
@@ -617,7 +616,7 @@ class Runner:
         words = [*_PROCESS, job.command, str(self._config_path(job))]
         words += ["--objects", str(self._objects)] if self.design.objects else []
         stack = contextlib.ExitStack()
-        lock = stack.enter_context(locked(self.logs / f"{job.name}.lock"))
+        lock = stack.enter_context(self._lock(job.name))
         if lock is None:
             stack.close()
             return None

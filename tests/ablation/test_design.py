@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8rl_jax.ablation.design import AblationConfig, judged, read_design
-from fp8rl_jax.ablation.preflight import model_of_shape
+from fp8rl_jax.ablation.preflight import _check, model_of_shape
 from fp8rl_jax.config.fingerprint import changes
 from fp8rl_jax.config.rl import RLConfig
 from fp8rl_jax.config.run import LoraConfig
@@ -257,8 +257,14 @@ def test_a_fingerprint_holds_the_functions_that_are_files(study, tmp_path):
 def test_a_judge_refuses_before_anything_is_run(study):
     """And judges what training alone keeps from being judged."""
     served = {"rollout.engine": "vllm", "rollout.vllm.python": "python"}
-    with pytest.raises(UserError, match="judge: .*recipe 'nvfp4' has formats .* vLLM does not"):
-        read_design(study(judge="nvfp4", settings=served))
+    served["compute_dtype"] = "bfloat16"
+    for judge, message in (
+        ("nvfp4", "recipe 'nvfp4' has formats .* vLLM does not"),
+        ("nvfp5", "recipe: unknown name 'nvfp5'"),
+    ):
+        with pytest.raises(UserError, match=f"^\\S*: judge: .*{message}") as error:
+            read_design(study(judge=judge, settings=served))
+        assert len(str(error.value).splitlines()) == 1  # once, and not for every arm
     ahead = {"rollout.engine": "paged", "rollout.paged.extra_prompts": 4}
     arms = {"bf16": {"recipe": "fp8-rl"}, "own": {"recipe": "fp8-rl", "precision.kv_rule": "verl"}}
     design = read_design(study(judge="bf16", settings=ahead, arms=arms))
@@ -268,6 +274,7 @@ def test_a_judge_refuses_before_anything_is_run(study):
     )
     assert one == other and (one.lora.rank, one.rl) == (0, RLConfig())
     assert one.rollout.paged.extra_prompts == 0
+    assert _check(design.arms[1].config, "bf16").faults == []
 
 
 def test_a_fingerprint_holds_the_contents_of_data_files(study, tmp_path):

@@ -101,6 +101,23 @@ def test_a_step_that_takes_more_than_there_is_is_warned_about(run_file, tmp_path
     assert "fewer than the 65 that a step takes (sft.batch_size)" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("check", "message"),
+    [("loop.check_same", "process_id=-1"), ("sft.check_batch", "'sft.batch_size'")],
+)
+def test_supervised_training_begins_with_processes_that_agree_and_batches_that_divide(
+    tmp_path, capsys, monkeypatch, check, message
+):
+    def refuse(*given):
+        raise UserError(f"refused: {given}")
+
+    monkeypatch.setattr(f"fp8rl_jax.training.{check}", refuse)
+    out = tmp_path / "warm"
+    assert main(["sft", write_run(tmp_path, EVEN_LETTERS), "--sft.output", str(out)]) == 2
+    (line,) = faults(capsys)
+    assert "refused: (" in line and message in line and not out.exists()
+
+
 def test_answers_that_no_completion_equals_are_warned_about(tmp_path, caplog):
     path = tmp_path / "gsm8k.jsonl"
     path.write_text(
