@@ -5,8 +5,9 @@ that the pages print, and where what a page leaves to its reader has a stand-in:
 of a tiny policy, DIR a model that one left. Training stops after two updates; what whole runs do is
 in their records. `NOT_HERE` has what needs more than this machine, and where that is tried.
 
-A page of which all ran without a fault is recorded in experiments/results/night.json under the
-SHA-256 of what it prints; a test fails where a page prints something else than the record's.
+What came of a page, its first fault or that it ran, is recorded in experiments/results/night.json
+under the SHA-256 of what it prints; a test fails where a page has a fault, or prints something else
+than the record's.
 """
 
 from __future__ import annotations
@@ -90,8 +91,6 @@ TWO_UPDATES = {
     "pretrain": ["--sft.steps", "2"],
     "sft": ["--sft.steps", "2"],
 }
-
-
 _NUMBERS = itertools.count()
 """Of outputs: none is used twice."""
 
@@ -221,6 +220,7 @@ def _fault(name: str, words: Sequence[str], folder: Path, timeout: int) -> Itera
 def main(arguments: Arguments) -> None:
     """Run pages one after the other, and record each."""
     known = to_run()
+    fingerprints = {name: page.fingerprint() for name, page in known.items()}
     if unknown := [name for name in arguments.pages if name not in known]:
         raise UserError(f"pages: {', '.join(unknown)}: none of {', '.join(known)}")
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -236,11 +236,7 @@ def main(arguments: Arguments) -> None:
             lines = [*faults(folder, known[name], arguments.timeout)]
             print("\n".join([f"{name}: {'failed' if lines else 'ran'}", *lines]), flush=True)
             failed += [name] * bool(lines)
-            write_verdicts(
-                "pages",
-                {name: lines[0] if lines else "ran"},
-                {x: page.fingerprint() for x, page in known.items()},
-            )
+            write_verdicts("pages", {name: lines[0] if lines else "ran"}, fingerprints)
     if failed:
         raise UserError(f"did not run: {', '.join(failed)}")
 
