@@ -93,7 +93,7 @@ class Descent:
     def init(self, params) -> tuple:
         return ()
 
-    def step(self, params, gradients, state, norm, keep=True):
+    def step(self, params, gradients, state, norm, updates, keep=True):
         return jax.tree.map(lambda w, g: w - STEP * g, params, gradients), state, jnp.bool_(True)
 
 
