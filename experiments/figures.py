@@ -722,7 +722,8 @@ def served() -> tuple[str, str]:
 
 def identity() -> dict[str, list[float]]:
     """Largest difference of a log-probability in every step of the exact runs, by "run recipe"."""
-    return {name: run["differences"] for name, run in record("exact/identity.json").items()}
+    runs = record("exact/identity.json")["runs"]
+    return {name: run["differences"] for name, run in runs.items()}
 
 
 def cost_of_exact() -> dict[tuple[str, str, str], list[float]]:

@@ -10,27 +10,65 @@ those that are named, and what differs is told, a line each; then the record has
 compares two records instead: what the runs of another machine found with what the committed ones
 did, by the verdict on each arm and by the interval of its outcomes over seeds. `make ablation` ends
 with it.
+
+    python -m experiments.fingerprints --names compare/jet-rl/compare --anew
+
+makes records of `ARMS` again, each by the command that stands in it, with their fingerprints.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.benchmarks.machine import facts
 from experiments.command import run_command
 from fp8rl_jax.ablation.behaviour import differences, fingerprint
 from fp8rl_jax.ablation.design import Design, read_design
+from fp8rl_jax.ablation.record import write_json
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.statistics import Interval, t_interval
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results"
 ABLATIONS, RECORDS = ROOT / "experiments/ablations", RESULTS / "ablations"
-OTHERS = ("depth/results", "fake_quantization", "gradients/results")
+_FLOAT32 = {"compute_dtype": "float32"}
+_BF16 = {"bf16": {"recipe": "bf16"} | _FLOAT32}
+_EXACT = {"recipe": "jet-rl", "precision": {"exact": True}} | _FLOAT32
+ARMS: dict[str, dict[str, dict[str, Any]]] = {
+    "compare/bf16/compare": _BF16 | {"bfloat16": {"recipe": "bf16", "compute_dtype": "bfloat16"}},
+    "compare/fp8-rollout/compare": _BF16 | {"fp8-rollout": {"recipe": "fp8-rollout"} | _FLOAT32},
+    "compare/jet-rl/compare": _BF16
+    | {"jet-rl": {"recipe": "jet-rl", "precision": {"exact": False}} | _FLOAT32},
+    "compare/jet-rl-exact/compare": _BF16 | {"jet-rl": _EXACT},
+    "exact/identity": {"bf16": _EXACT | {"recipe": "bf16"}, "jet-rl": _EXACT},
+    "exploration": _BF16
+    | {
+        weight: {"recipe": "served", "lora": {"rank": 8, "base": "rollout"}}
+        | {"recipes": {"served": {"base": "w4a16", "rollout": {"weight": weight}}}}
+        | _FLOAT32
+        for weight in ("e4m3-128x128", "nvfp4", "int4-1x128")
+    },
+    "sampling_replay": {
+        recipe: {"recipe": recipe, "rl": {"correction": {"truncated_sampling": "replay"}}}
+        | _FLOAT32
+        for recipe in ("bf16", "fp8-rl")
+    },
+}
+ARMS |= {
+    "compare/moe-jet-rl-exact/compare": ARMS["compare/jet-rl-exact/compare"],
+    "compare/vllm-bfloat16/compare": ARMS["compare/bf16/compare"],
+    "compare/vllm-float32/compare": ARMS["compare/bf16/compare"],
+}
+"""What records measure that are no ablations' and whose commands take no fingerprint; one that is
+compared with it where that is one recipe."""
+OTHERS = ("depth/results", "fake_quantization", "gradients/results", *ARMS)
 """Records that are no ablations' and have a fingerprint, in experiments/results."""
 
 
@@ -43,11 +81,15 @@ class Arguments:
     a fingerprint."""
     against: str = ""
     """ablation.json of other runs of the one that is named."""
+    anew: bool = False
+    """Make the records again that are named, with the fingerprints of the present code."""
 
     def problems(self) -> list[str]:
         """Every value that cannot work, one line each; empty where all is well."""
         if self.against and len(self.names) != 1:
             return ["--against: name the one record that it is compared with"]
+        if self.anew and (self.against or not self.names or set(self.names) - set(ARMS)):
+            return [f"--anew: give it alone, with --names of {', '.join(ARMS)}"]
         return []
 
 
@@ -86,10 +128,55 @@ def measured(
     before = (record or {}).get("behaviour")
     if record and (before or {}).get("arms") != arms:
         raise UserError("--output: the record there is of other recipes or dtypes; name another")
-    (now,) = fingerprint(_of_arms(arms))
+    now = behaviour(arms)["fingerprint"]
     if before and (lines := differences(before["fingerprint"], now)):
         raise UserError(f"--output: the record there is of other code; name another: {lines[0]}")
     return before or {"arms": arms, "fingerprint": now}
+
+
+def behaviour(arms: Mapping[str, Any]) -> dict[str, Any]:
+    """Take the fingerprint of golden runs: a record's "behaviour"."""
+    (now,) = fingerprint(_of_arms(arms))
+    return {"arms": arms, "fingerprint": now}
+
+
+def make_anew(name: str) -> None:
+    """Make a record of `ARMS` again by its own command; what it prints goes into a .txt beside it
+    if there is one.
+
+    Raises:
+        UserError: the command failed, or wrote nothing there; the record is the one that it was.
+    """
+    path = RESULTS / f"{name}.json"
+    before = path.read_text()
+    words = list(read_made(json.loads(before))["command"])
+    taken = behaviour(ARMS[name])
+    path.unlink()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", *(["fp8rl_jax.cli.main"] if words[0] == "fp8rl" else words[2:3])]
+            + words[1 if words[0] == "fp8rl" else 3 :],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise UserError(f"{name}: status {done.returncode} of: {shlex.join(words)}")
+        record = read_record(path)
+        if path.with_suffix(".txt").exists():
+            path.with_suffix(".txt").write_text(done.stdout)
+    except BaseException:
+        path.write_text(before)
+        raise
+    if words[0] == "fp8rl":
+        record["made"] |= {key: facts()[key] for key in ("commit", "uncommitted_changes")}
+    write_json(path, record | {"behaviour": taken})
+
+
+def read_made(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of what a record was made: it stands in "made", or beside what was measured."""
+    return record.get("made", record)
 
 
 def _of_arms(arms: Mapping[str, Any]) -> Design:
@@ -108,9 +195,8 @@ def with_fingerprints() -> dict[str, tuple[Design, dict[str, Any], str]]:
             found[path.stem] = design, record["fingerprint"], record["command"]
     for name in OTHERS:
         record = read_record(RESULTS / f"{name}.json")
-        behaviour = record["behaviour"]
-        command = " ".join(record["made"]["command"])
-        found[name] = _of_arms(behaviour["arms"]), behaviour["fingerprint"], command
+        of, command = record["behaviour"], " ".join(read_made(record)["command"])
+        found[name] = _of_arms(of["arms"]), of["fingerprint"], command
     return found
 
 
@@ -168,6 +254,11 @@ def run(arguments: Arguments) -> None:
         UserError: there is no such record, or it has no fingerprint.
         SystemExit: status 1, where something differs.
     """
+    if arguments.anew:
+        for name in arguments.names:
+            make_anew(name)
+            print(f"{name}: made again", flush=True)
+        return
     if arguments.against:
         (name,) = arguments.names
         committed, found = (

@@ -62,15 +62,15 @@ def run(arguments: Arguments) -> None:
     """
     path = Path(arguments.output)
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = json.loads(path.read_text()) if path.exists() else {}
+    record = json.loads(path.read_text()) if path.exists() else {"runs": {}}
+    found = record["runs"]
     for name in arguments.runs:
         files, steps, recipes = RUNS[name]
         for recipe in recipes:
             if (label := f"{name} {recipe}") in found:
                 continue
             found[label] = _trained(files, recipe, steps, f"{arguments.directory}/{name}-{recipe}")
-            found[label]["made"] = facts("experiments.identity")
-            write_json(path, found)
+            write_json(path, record | {"made": facts("experiments.identity")})
             print(f"{label}: {max(found[label]['differences'])} in {steps} steps", flush=True)
 
 

@@ -117,6 +117,41 @@ def test_a_record_of_no_ablation_is_of_the_recipes_that_it_measured(monkeypatch,
     assert "python -m experiments.depth, and commit what it makes" in capsys.readouterr().out
 
 
+def test_a_record_is_made_anew_with_its_fingerprint_or_stays(monkeypatch, tmp_path):
+    def fingerprint(design):
+        return [{"golden": {arm.name: arm.config.recipe for arm in design.arms}}]
+
+    monkeypatch.setattr(fingerprints, "fingerprint", fingerprint)
+    monkeypatch.setattr(fingerprints, "RESULTS", tmp_path)
+    monkeypatch.setattr(fingerprints, "ROOT", tmp_path)
+    (tmp_path / "maker.py").write_text(
+        "import json, sys\n"
+        "print('a table')\n"
+        "json.dump({'made': {'command': ['python', '-m', 'maker', *sys.argv[1:]]}, 'k3': 2},"
+        " open(sys.argv[1], 'w'))\n"
+        "sys.exit(int(sys.argv[2]))\n"
+    )
+    name = "exact/identity"
+    path = tmp_path / f"{name}.json"
+    path.parent.mkdir()
+    path.with_suffix(".txt").write_text("an older one")
+    for status in "10":
+        command = ["python", "-m", "maker", str(path), status]
+        before = json.dumps({"made": {"command": command}, "k3": 1})
+        path.write_text(before)
+        found = run_command("fingerprints", Arguments, run, ["--names", name, "--anew"])
+        if status == "1":
+            assert found == 2 and path.read_text() == before
+            assert path.with_suffix(".txt").read_text() == "an older one"
+    record = json.loads(path.read_text())
+    assert found == 0 and record["k3"] == 2 and record["made"]["command"] == command
+    arms = fingerprints.ARMS[name]
+    golden = {arm: settings["recipe"] for arm, settings in arms.items()}
+    assert record["behaviour"] == {"arms": arms, "fingerprint": {"golden": golden}}
+    assert path.with_suffix(".txt").read_text() == "a table\n"
+    assert Arguments(("demo",), anew=True).problems() and Arguments(anew=True).problems()
+
+
 def changed(arm: str, less: float = 0.0, verdict: str = "") -> dict:
     """The demo's record with other outcomes of an arm, or another verdict on it."""
     record = copy.deepcopy(KEPT["demo"])
