@@ -73,6 +73,7 @@ MADE_BEFORE = (
     "train RUN.toml --recipe bf16 --output runs/demo/bf16",
     "train RUN.toml --recipe fp8-rl --output runs/demo/fp8-rl",
     "train RUN.toml --lora.rank 16 --output runs/mine",
+    "sft experiments/runs/demo.toml --sft.steps 2",
 )
 """Runs that pages have behind them."""
 NOT_HERE = {

@@ -7,9 +7,9 @@ array, and a global array must be gathered before a host reads it. With one proc
 here is what `jax.device_put` and `jax.device_get` do.
 
 What one process alone finds out (a file that it cannot read, a reward that timed out on its host)
-it must tell the others before anyone acts on it: `sum_over_processes` and `shared_faults` do, and
-before devices are touched `told_by_first`. What it can tell them no more in this way, and the loss
-of one of them, watch.py is for: `leave_on_failure`.
+it must tell the others before anyone acts on it: `sum_over_processes` and `shared_faults` do,
+before devices are touched `told_by_first`, and beside steps that run `least_of`. What it can tell
+them no more in this way, and the loss of one of them, watch.py is for: `leave_on_failure`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -56,6 +57,9 @@ _JAX_HEARTBEAT = 100
 """Seconds, JAX's own default."""
 _TO_TELL = 60.0
 """Seconds that processes may come apart from each other."""
+_TO_COME = 3600.0
+"""The same where one may still compile, or load."""
+_ASKED: Counter[str] = Counter()
 
 
 class _SharedFault(UserError):
@@ -171,6 +175,38 @@ def told_by_first(name: str, find: Callable[[], str], seconds: float) -> str:
                 f"mesh: process 0 has told nothing of {name} within {seconds + _TO_TELL:g} s; "
                 "see what it says, and start every process with the same command and kind of GPU"
             ) from error
+
+
+def least_of(name: str, value: float, processes: Iterable[int]) -> float:
+    """Find the least of a number that these processes have, this one among them.
+
+    Without a collective, so that a thread may ask while steps run.
+
+    Args:
+        name: of the number. Under one name the processes ask equally often, in one order.
+
+    Raises:
+        UserError: one of them has told nothing.
+    """
+    client, own = distributed.global_state.client, distributed.global_state.process_id
+    others = set(processes) - {own}
+    if client is None or not others:
+        return value
+    _ASKED[name] += 1
+    key = f"{name}, {_ASKED[name]}"
+    with PROGRESS.exchange():
+        client.key_value_set(f"{key}, of {own}", repr(value))
+        try:
+            told = [
+                client.blocking_key_value_get(f"{key}, of {other}", int(1000 * _TO_COME))
+                for other in sorted(others)
+            ]
+        except jax.errors.JaxRuntimeError as error:
+            raise UserError(
+                f"mesh: not every process has told its {name} within {_TO_COME:g} s; see what each "
+                "says, and start every process with the same command"
+            ) from error
+    return min(value, *map(float, told))
 
 
 def to_global(tree: Any, shardings: Any) -> Any:

@@ -29,7 +29,7 @@ from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.forms import finite_flags, rollout_adapters, rollout_policy
 from fp8rl_jax.models.lora import join, split
 from fp8rl_jax.models.policy import Policy, with_scales
-from fp8rl_jax.parallel import batch_shards, constrain, marks, to_host
+from fp8rl_jax.parallel import batch_shards, constrain, least_of, marks, to_host
 from fp8rl_jax.precision import check_recipe, join_sums
 from fp8rl_jax.rollout.arrival import Arrival
 from fp8rl_jax.rollout.calibration import observe_served, qkv_metrics, scales_from_amax
@@ -519,8 +519,9 @@ class PagedEngine(LocalEngine):
             # found once: what is free differs from call to call, and those that leave the cache to
             # each other have one
             held = count, samples, sampling.max_new_tokens, widest or width
-            free = free_bytes(policy.norm.value.addressable_shards[0].device)
-            room = self._room.setdefault(held, free / token_bytes(policy))
+            if held not in self._room:
+                self._room[held] = _room(policy.norm.value, f"free bytes for {held}")
+            room = self._room[held] / token_bytes(policy)
             chosen = choose_layout(self.paged, *shape, hopper, room, widest)
             self._layouts[shape, widest] = chosen
         return self._layouts[shape, widest], shards
@@ -620,6 +621,14 @@ def decode_layers(config: RunConfig) -> Literal["unroll", "scan"]:
         return config.rollout.decode_layers
     hopper = selected_backend(config.precision.backend) == "hopper"
     return "unroll" if hopper or platform() == "cpu" else "scan"
+
+
+def _room(placed: Array, name: str) -> float:
+    """The free bytes of the device that has fewest, of those where an array lies: all processes
+    compile one program, and so have one layout."""
+    free = min(free_bytes(shard.device) for shard in placed.addressable_shards)
+    processes = {device.process_index for device in placed.sharding.device_set}
+    return least_of(name, free, processes)
 
 
 def free_bytes(device: jax.Device) -> float:

@@ -28,6 +28,7 @@ from fp8rl_jax.parallel import (
     gather_text,
     initialize,
     is_main_process,
+    least_of,
     make_mesh,
     replicated,
     shard_policy,
@@ -227,6 +228,11 @@ def main(coordinator: str, num_processes: int, process_id: int) -> None:
                 ],
                 "scored": scored(),
                 "played": played(),
+                "least": [
+                    least_of("bytes", float(number - process_id), range(num_processes))
+                    for number in (5, 3)
+                ]
+                + [least_of("bytes", 7.0, [process_id])],
                 "gathered": gather_text("ß" * process_id),
                 "exported": exported(policy, placed, mesh),
                 "read": read(policy, placed, mesh),

@@ -233,7 +233,7 @@ def test_two_processes_compute_what_one_does():
     pair = run_processes(script, 2, 2)
     assert [p["main"] for p in pair] == [True, False]
     assert not alone["refused"]
-    assert alone["told"] == ["", "fault 0"]
+    assert alone["told"] == ["", "fault 0"] and alone["least"] == [5, 3, 7]
     for scored in (alone["scored"], pair[0]["scored"]):
         assert len(set(scored["rewards"][:3])) == 3 and scored["rewards"][3] == 0
         assert scored["failed"] == [False, False, False, True] and (
@@ -253,7 +253,7 @@ def test_two_processes_compute_what_one_does():
         assert joined["back"], "gathered parameters differ from those that were placed"
         assert joined["local"] == [i, i + 1, i + 2], "an array of one process must not be gathered"
         assert joined["psum"][0] == joined["psum"][1] == alone["psum"][0]
-        assert joined["drawn"][0] == joined["drawn"][1]
+        assert joined["drawn"][0] == joined["drawn"][1] and joined["least"] == [4, 2, 7]
         assert joined["refused"].startswith("process 1 has another configuration than process 0")
         assert joined["told"] == ["", "process 1: fault 1" if i == 0 else "fault 1"]
         matrices = 4 * 192 * (2 * 96 + 2 * (2 * 256 + 2 * 64 + 3 * 512))

@@ -17,11 +17,12 @@ from fp8rl_jax.config.recipe import PrecisionConfig, get_recipe
 from fp8rl_jax.config.run import PagedConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.policy import init_policy
+from fp8rl_jax.rollout import engine as engine_module
 from fp8rl_jax.rollout.calibration import calibrate_on_prompts
 from fp8rl_jax.rollout.constraints import compile_phrases
 from fp8rl_jax.rollout.engine import LocalEngine, PagedEngine, pad_prompts
 from fp8rl_jax.rollout.paged import host
-from fp8rl_jax.rollout.paged.layout import Layout, choose_layout
+from fp8rl_jax.rollout.paged.layout import Layout, choose_layout, token_bytes
 from fp8rl_jax.rollout.paged.programs import allocate
 from fp8rl_jax.rollout.paged.state import NEW
 from fp8rl_jax.rollout.sampling import Sampling
@@ -355,6 +356,25 @@ def test_what_a_layout_makes_of_the_room():
         choose_layout(SMALL, (8, 64), 4, 128, hopper=True)
     with pytest.raises(UserError, match=r"cache_tokens: the cache holds 128 tokens, and .* needs"):
         choose_layout(replace(ROOMY, cache_tokens=128), (8, 64), 4, 128)
+
+
+def test_a_layout_is_of_the_process_with_least_room(monkeypatch):
+    """What another process has less of makes the layout smaller; it is asked once a shape."""
+    asked, engine = [], synced(PagedEngine, paged=replace(SMALL, cache_tokens=0))
+    prompts = prompts_of()
+
+    def told(name, value, processes):
+        asked.append((name, value, processes))
+        return 48.0 * token_bytes(engine.policy)
+
+    monkeypatch.setattr(engine_module, "least_of", told)
+    layouts = [engine._layout(engine.policy, prompts, 3, SAMPLING)[0] for _ in range(2)]
+    ((name, value, processes),) = asked
+    assert value == np.inf and processes == {0} and name.startswith("free bytes for ")
+    assert layouts[0] is layouts[1] and layouts[0].pages == 48 // SMALL.page_size
+    monkeypatch.undo()
+    alone = synced(PagedEngine, paged=engine.paged)._layout(engine.policy, prompts, 3, SAMPLING)
+    assert alone[0].pages > layouts[0].pages
 
 
 def test_prompts_that_do_not_fit_the_cache_are_refused():
