@@ -47,9 +47,9 @@ def policy_shardings(
     return jax.tree_util.tree_map_with_path(place, tree, is_leaf=_is_weight)
 
 
-def shard_policy(tree: Any, mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> Any:
+def shard_policy(tree: Any, mesh: Mesh) -> Any:
     """Place the leaves of `tree` by `policy_shardings`; every process passes the same values."""
-    return to_global(tree, policy_shardings(tree, mesh, rules))
+    return to_global(tree, policy_shardings(tree, mesh))
 
 
 def moved(tree: Any, shardings: Any) -> Any:
@@ -113,9 +113,9 @@ def placed_shapes(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), tree, shardings)
 
 
-def batch_sharding(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> NamedSharding:
+def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Make the sharding of arrays whose first axis is prompts or completions."""
-    return NamedSharding(mesh, PartitionSpec(rules.mesh_axes("batch")))
+    return NamedSharding(mesh, PartitionSpec(DEFAULT_RULES.mesh_axes("batch")))
 
 
 def split_batch(tree: Any, count: int) -> Any:
@@ -128,14 +128,14 @@ def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def batch_shards(mesh: Mesh | AbstractMesh, rules: ShardingRules = DEFAULT_RULES) -> int:
+def batch_shards(mesh: Mesh | AbstractMesh) -> int:
     """Count the shards into which the mesh splits a batch."""
-    return math.prod(mesh.shape[axis] for axis in rules.mesh_axes("batch") if axis in mesh.shape)
+    return math.prod(
+        mesh.shape[axis] for axis in DEFAULT_RULES.mesh_axes("batch") if axis in mesh.shape
+    )
 
 
-def check_batch(
-    rows: int, mesh: Mesh | AbstractMesh, key: str, rules: ShardingRules = DEFAULT_RULES
-) -> None:
+def check_batch(rows: int, mesh: Mesh | AbstractMesh, key: str) -> None:
     """Refuse a batch that the mesh cannot split into equal shards.
 
     Rows of one prompt are neighbours, so it is the number of prompts that has to divide.
@@ -147,9 +147,9 @@ def check_batch(
     Raises:
         UserError: naming `key` and the mesh axes.
     """
-    shards = batch_shards(mesh, rules)
+    shards = batch_shards(mesh)
     if rows % shards:
-        axes = [axis for axis in rules.mesh_axes("batch") if axis in mesh.shape]
+        axes = [axis for axis in DEFAULT_RULES.mesh_axes("batch") if axis in mesh.shape]
         sizes = " x ".join(f"mesh.{axis} ({mesh.shape[axis]})" for axis in axes)
         raise UserError(
             f"{key} = {rows} does not divide by {sizes} = {shards}: make it a multiple of {shards}"

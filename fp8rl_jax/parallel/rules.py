@@ -1,7 +1,7 @@
 """Sharding rules: from the names of a tensor's axes to the axes of the mesh.
 
-Modules say what an axis *is* ("heads", "embed"); only this table says where it lives. Sharding the
-policy another way is another `ShardingRules`, and never an edit of the model. The mesh axes are of
+Modules say what an axis *is* ("heads", "embed"); only this table says where it lives: weights by
+the rules that they are placed with, what is computed by `DEFAULT_RULES`. The mesh axes are of
 type Auto: a sharding says where arrays are, XLA inserts the collectives, and the result is the same
 function on any mesh.
 """
@@ -141,7 +141,7 @@ def scale_spec(
     return _partition_spec(kept)
 
 
-def constrain(x: jax.Array, *axes: str | None, rules: ShardingRules = DEFAULT_RULES) -> jax.Array:
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Lay `x` out by the logical names of its axes over the mesh of the enclosing `jax.set_mesh`.
 
     A no-op without a mesh, on one device, and for mesh axes that are not of type Auto (inside
@@ -158,23 +158,23 @@ def constrain(x: jax.Array, *axes: str | None, rules: ShardingRules = DEFAULT_RU
         raise ValueError(f"constrain: {len(axes)} axis names {axes} for shape {x.shape}")
     entries = []
     for logical, side in zip(axes, x.shape, strict=True):
-        chosen = _split_over(logical, rules)
+        chosen = _split_over(logical)
         entries.append(chosen if side % _shards(chosen, mesh) == 0 else PartitionSpec.UNCONSTRAINED)
     return jax.lax.with_sharding_constraint(x, _partition_spec(entries))
 
 
-def devices_of(logical: str, rules: ShardingRules = DEFAULT_RULES) -> int:
+def devices_of(logical: str) -> int:
     """Count the devices over which XLA splits an axis of that name; 1 without a mesh."""
-    return _shards(_split_over(logical, rules), jax.sharding.get_abstract_mesh())
+    return _shards(_split_over(logical), jax.sharding.get_abstract_mesh())
 
 
-def splitting_axes(rows: int, rules: ShardingRules = DEFAULT_RULES) -> tuple[str, ...]:
+def splitting_axes(rows: int) -> tuple[str, ...]:
     """Find the mesh axes over which so many rows are split, for a `jax.shard_map` over these.
 
     None without a mesh, inside of such a `shard_map`, and where the rows do not divide: every
     device then has all of them.
     """
-    return () if rows % devices_of("batch", rules) else _split_over("batch", rules)
+    return () if rows % devices_of("batch") else _split_over("batch")
 
 
 def by_shards(
@@ -182,7 +182,6 @@ def by_shards(
     operands: tuple[Any, ...],
     axes: tuple[tuple[str | None, ...] | None, ...],
     results: Any,
-    rules: ShardingRules = DEFAULT_RULES,
 ) -> Any:
     """Run function(*operands) on each device's shard of them, in a `jax.shard_map`.
 
@@ -204,7 +203,7 @@ def by_shards(
     for tree, names in zip(operands, axes, strict=True):
         for x in jax.tree.leaves(tree) if names else ():
             for name, side in zip(names or (), x.shape, strict=True):
-                chosen = _split_over(name, rules)
+                chosen = _split_over(name)
                 fits = side % _shards(chosen, mesh) == 0
                 split[name] = split.get(name, chosen) if fits else ()
 
@@ -237,10 +236,10 @@ def left_to_xla() -> tuple[str, ...]:
     return tuple(axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1)
 
 
-def _split_over(logical: str | None, rules: ShardingRules) -> tuple[str, ...]:
+def _split_over(logical: str | None) -> tuple[str, ...]:
     """The mesh axes of a logical one along which XLA splits arrays here."""
     auto = left_to_xla()
-    return tuple(axis for axis in rules.mesh_axes(logical) if axis in auto)
+    return tuple(axis for axis in DEFAULT_RULES.mesh_axes(logical) if axis in auto)
 
 
 def _axes(entry) -> tuple[str, ...]:
