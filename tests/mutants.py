@@ -1133,6 +1133,12 @@ LIST: list[Mutant] = [
         ("changed-weights-served", "if not same.all():", "if not same.any():", "one_bit"),
         ("too-narrow", "-(-width // n)", "width // n", f"{WIRING} episodes_go_on"),
         (
+            "room-of-its-own",
+            "return least_of(name, free, processes)",
+            "return free",
+            "rollout/test_paged.py least_room",
+        ),
+        (
             "scales-kept",
             "served = with_scales(served, context.scales)",
             "served = with_scales(served, self._replaced or context.scales)",
@@ -1959,6 +1965,12 @@ LIST: list[Mutant] = [
             "address, count, process = place _spare_threads()",
             "address, count, process = place",
             "threads_to_spare",
+        ),
+        (
+            "its-own-is-least",
+            "min(value, *map(float, told))",
+            "value",
+            "what_one_does",
         ),
     ),
     *of(
