@@ -210,7 +210,7 @@ class Loop:
         setup, config = self.setup, self.config
         if is_main_process():
             self.checkpoints.check_space(self.saved())
-            write_run_record(config, self.changed)
+            write_run_record(config, self.supervised, self.changed)
             self.tracker = make_tracker(
                 setup.directory,
                 config.tracking,

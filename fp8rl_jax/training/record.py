@@ -74,12 +74,15 @@ def owned(directory: Path) -> Generator[None]:
         yield
 
 
-def write_run_record(config: RunConfig, changed: Sequence[str] = ()) -> None:
+def write_run_record(
+    config: RunConfig, supervised: bool = False, changed: Sequence[str] = ()
+) -> None:
     """Write config.toml (resolved) and run.json (versions, command, commit, devices, backend).
 
     A resumed run keeps the records of its earlier starts under "earlier".
 
     Args:
+        supervised: whether it trains by `sft.*`, on given answers or on text.
         changed: what is other than before, a line each.
 
     Raises:
@@ -88,6 +91,7 @@ def write_run_record(config: RunConfig, changed: Sequence[str] = ()) -> None:
     directory = config.directory
     record: dict[str, Any] = {
         "command": ["fp8rl", *sys.argv[1:]],
+        "supervised": supervised,
         "started": time.time(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in _PACKAGES},

@@ -230,6 +230,8 @@ def _from_checkpoint(run: Path, newest: int, report: Callable[[str], None]) -> t
         trainer=replace(config.trainer, micro_batch_prompts=0),
     )
     session = Session(*load_model(config), config=config)
+    if read_record(run).get("supervised"):
+        session.restart(config.sft.optimizer, config.sft.steps)
     in_hand = (empty_rollout(config, session),) if ahead else ()
     checkpoints = Checkpoints(run / "checkpoints", CheckpointConfig())
     try:

@@ -68,6 +68,17 @@ def test_a_run_is_what_it_has_trained(tmp_path, capsys, caplog, more):
     np.testing.assert_array_equal(first.layers.q_proj.value, second.layers.q_proj.value)
 
 
+def test_a_warm_start_cut_short_is_what_it_has_trained(tmp_path):
+    """Its optimizer is not that of the reinforcement learning behind it."""
+    run, gone = tmp_path / "run", tmp_path / "gone"
+    later = {"optimizer": {"name": "sgd", "learning_rate": 0.1}}
+    settings = write_run(tmp_path, LEARNS, later, {"sft": {"steps": 1}, "checkpoint": {"every": 1}})
+    assert main(["sft", str(settings), "--output", str(run)]) == 0
+    (run / "model").rename(gone)
+    found, trained = (load_policy(find_model(path)) for path in (run, gone))
+    np.testing.assert_array_equal(found.layers.q_proj.value, trained.layers.q_proj.value)
+
+
 def test_every_command_takes_a_run(tmp_path, capsys):
     run, lines = tmp_path / "run", tmp_path / "in.jsonl"
     once = ["--trainer.steps", "1", "--checkpoint.every", "0", "--evaluation.every", "0"]
