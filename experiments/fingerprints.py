@@ -32,6 +32,7 @@ from experiments.command import run_command
 from fp8rl_jax.ablation.behaviour import differences, fingerprint
 from fp8rl_jax.ablation.design import Design, read_design
 from fp8rl_jax.ablation.record import write_json
+from fp8rl_jax.durable import write_durably
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.statistics import Interval, t_interval
 
@@ -150,7 +151,7 @@ def make_anew(name: str) -> None:
     path = RESULTS / f"{name}.json"
     before = path.read_text()
     words = list(read_made(json.loads(before))["command"])
-    taken = behaviour(ARMS[name])
+    taken, here = behaviour(ARMS[name]), facts()
     path.unlink()
     try:
         done = subprocess.run(
@@ -169,12 +170,15 @@ def make_anew(name: str) -> None:
     except BaseException:
         path.write_text(before)
         raise
-    if words[0] == "fp8rl":
-        record["made"] |= {key: facts()[key] for key in ("commit", "uncommitted_changes")}
-    write_json(path, record | {"behaviour": taken})
+    record["behaviour"] = taken
+    read_made(record).update({key: here[key] for key in ("commit", "uncommitted_changes")})
+    if path.read_text().count("\n") > 1:
+        write_json(path, record)
+    else:  # compare's are as long as their tokens, and in one line
+        write_durably(path, json.dumps(record) + "\n")
 
 
-def read_made(record: Mapping[str, Any]) -> Mapping[str, Any]:
+def read_made(record: dict[str, Any]) -> dict[str, Any]:
     """Of what a record was made: it stands in "made", or beside what was measured."""
     return record.get("made", record)
 
