@@ -85,8 +85,6 @@ NOT_HERE = {
     r"clip-ratio-high": "it is refused, which tests/test_docs.py has word for word",
 }
 """What is not run, by what it says, and where it is tried."""
-NOT_RUN_YET = ("docs/guides/data.md", "docs/guides/model.md")
-"""Pages of which not all has run without a fault yet."""
 TWO_UPDATES = {
     "train": ["--trainer.steps", "2"],
     "pretrain": ["--sft.steps", "2"],
