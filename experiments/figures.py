@@ -1035,9 +1035,10 @@ def roundings() -> str:
 
 ROLLOUT = "benchmarks/cpu_kernels.json"
 WITHOUT_KERNELS = "benchmarks/cpu_rollout.json"
+ON_AVX2 = "benchmarks/cpu_rollout_avx2.json"
 
 
-def rollout(path: str = ROLLOUT) -> str:
+def rollout(path: str) -> str:
     """Tokens per second of the rollout, beside other engines."""
     found, rows = record(path), []
 
@@ -1062,8 +1063,8 @@ def rollout(path: str = ROLLOUT) -> str:
     model = found["benchmarks"][0]["workload"]
     about = prose(f"""
         Speed of the rollout: {model["name"]}, {model["compute_dtype"]} compute, {found["machine"]["threads"]} cores
-        ({found["machine"]["processor"]}), {found["rounds"]} rounds in which the sides take turns. Speed of a side over another's:
-        median of the rounds (quartiles); above 1 it is the faster one. `bf16` is in exact mode where it
+        ({found["machine"]["processor"]}), at {found["commit"][:7]}, {found["rounds"]} rounds in which the sides take turns. Speed of a
+        side over another's: median of the rounds (quartiles); above 1 it is the faster one. `bf16` is in exact mode where it
         is not called plain. {uneven(found)}{"" if found["complete"] else "The run was ended before its last benchmark."}
     """)
     return f"{about}\n\n{table(['work', 'side', 'over', 'speed'], rows)}"
@@ -1716,19 +1717,19 @@ SECTIONS = (
         "fp8rl train ..., in the record",
         "benchmarks/cpu_roundings.json",
     ),
-    Section(
-        "Speed of the rollout",
-        rollout,
-        "python -m experiments.benchmarks --benchmarks generation grpo_step uneven_generation ..., in the record",
-        ROLLOUT,
-        optional=True,
-    ),
-    Section(
-        "Speed of the rollout before the CPU kernels",
-        partial(rollout, WITHOUT_KERNELS),
-        "python -m experiments.benchmarks --benchmarks generation grpo_step uneven_generation ..., in the record",
-        WITHOUT_KERNELS,
-        optional=True,
+    *(
+        Section(
+            f"Speed of the rollout{when}",
+            partial(rollout, path),
+            "python -m experiments.benchmarks --benchmarks generation grpo_step uneven_generation ..., in the record",
+            path,
+            optional=True,
+        )
+        for when, path in (
+            ("", ROLLOUT),
+            (" before the CPU kernels", WITHOUT_KERNELS),
+            (" before the CPU kernels, with AVX2", ON_AVX2),
+        )
     ),
     Section(
         "FP8 training on a CPU",

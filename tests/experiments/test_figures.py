@@ -149,6 +149,7 @@ def test_the_speed_of_the_rollout_is_its_record(tmp_path, monkeypatch):
     made_up = {
         "machine": {"threads": 2, "processor": "Abacus"},
         "rounds": 3,
+        "commit": "0123456789",
         "complete": False,
         "benchmarks": [
             {
@@ -181,8 +182,8 @@ def test_the_speed_of_the_rollout_is_its_record(tmp_path, monkeypatch):
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / figures.ROLLOUT).write_text(json.dumps(made_up))
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    text = figures.rollout()
-    assert "2 cores (Abacus), 3 rounds" in text
+    text = figures.rollout(figures.ROLLOUT)
+    assert "2 cores (Abacus), at 0123456, 3 rounds" in text
     assert "ended before its last benchmark" in text
     assert "`static/bf16` has batches of 4 rows, the fastest of 2, 4." in text
     assert text.count("| 8 completions, 40 tokens each |") == 2
