@@ -1236,6 +1236,12 @@ LIST: list[Mutant] = [
         "training/source.py",
         "training/test_stored_base.py",
         (
+            "optimizer-of-what-follows",
+            'if read_record(run).get("supervised"):',
+            "if False:",
+            "training/test_source.py cut_short",
+        ),
+        (
             "base-anew",
             "held=base_formats(config, read_policy_config(directory))",
             "held={}",
