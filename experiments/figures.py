@@ -2248,8 +2248,9 @@ def results() -> str:
     parts = [
         prose("""
             Made by `python -m experiments.figures` from the committed records; every record holds the commit, versions and
-            machine that made it. Those of ablations, of depth, of gradients and of fake quantization have a fingerprint of the code's
-            behaviour as well, and tests fail where that has changed; the others have their commit alone. All of it ran on two CPU cores of a cloud machine, but what [one H200](#on-one-h200) did.
+            machine that made it. Those of ablations, comparisons, exact runs, entropies, sampling replay, depth, gradients and fake
+            quantization have a fingerprint of the code's behaviour as well, those of number formats one of each row's quantizers, and tests fail
+            where that has changed; the others have their commit alone. All of it ran on two CPU cores of a cloud machine, but what [one H200](#on-one-h200) did.
         """),
         prose("""
             k3 is the mismatch between rollout and trainer, the mean over tokens of rho - 1 - log rho, where rho is the
