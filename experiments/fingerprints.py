@@ -150,13 +150,13 @@ def make_anew(name: str) -> None:
     """
     path = RESULTS / f"{name}.json"
     before = path.read_text()
-    words = list(read_made(json.loads(before))["command"])
+    words = read_made(json.loads(before))["command"]
+    module = ["fp8rl_jax.cli.main", *words[1:]] if words[0] == "fp8rl" else words[2:]
     taken, here = behaviour(ARMS[name]), facts()
     path.unlink()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", *(["fp8rl_jax.cli.main"] if words[0] == "fp8rl" else words[2:3])]
-            + words[1 if words[0] == "fp8rl" else 3 :],
+            [sys.executable, "-m", *module],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,

@@ -112,9 +112,10 @@ def fingerprint(*designs: Design) -> list[dict[str, Any]]:
         runs += [(number, x.name, kinds[design.command(x)], x.config) for x in design.arms]
         runs += [(number, "start", "start", design.base)] * (design.file.start != "none")
     wanted = [(kind, dump_toml(replace(config, output="unused"))) for *_, kind, config in runs]
+    once = [*dict.fromkeys(wanted)]  # designs have arms in common
     done = subprocess.run(
         [sys.executable, "-m", "fp8rl_jax.ablation.golden"],
-        input=json.dumps(wanted),
+        input=json.dumps(once),
         capture_output=True,
         text=True,
         check=False,
@@ -124,8 +125,9 @@ def fingerprint(*designs: Design) -> list[dict[str, Any]]:
         raise UserError(f"the golden runs failed: {last_line(done.stderr + done.stdout)}")
     found = [{"settings": settings(design), "golden": {}} for design in designs]
     asked: list[dict[str, Any]] = [{} for _ in designs]
-    numbers = json.loads(done.stdout.splitlines()[-1])
-    for (number, name, *_), (each, rewards) in zip(runs, numbers, strict=True):
+    numbers = dict(zip(once, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    for (number, name, *_), run in zip(runs, wanted, strict=True):
+        each, rewards = numbers[run]
         found[number]["golden"][name] = each
         if rewards:
             asked[number][name] = rewards

@@ -351,7 +351,7 @@ class PagedEngine(LocalEngine):
         self._lengths: dict[int, float] = {}
         """Mean completion length of each prompt, as it was sampled last."""
         self._layouts: dict[tuple, Layout] = {}
-        self._room: dict[tuple, float] = {}
+        self._free: dict[tuple, float] = {}
         self._turns = 0
         """Width of the conversations that calls go on from each other with; 0: each is alone."""
         self._earlier: Earlier | None = None
@@ -519,9 +519,9 @@ class PagedEngine(LocalEngine):
             # found once: what is free differs from call to call, and those that leave the cache to
             # each other have one
             held = count, samples, sampling.max_new_tokens, widest or width
-            if held not in self._room:
-                self._room[held] = _room(policy.norm.value, f"free bytes for {held}")
-            room = self._room[held] / token_bytes(policy)
+            if held not in self._free:
+                self._free[held] = _least_free(policy.norm.value, f"free bytes for {held}")
+            room = self._free[held] / token_bytes(policy)
             chosen = choose_layout(self.paged, *shape, hopper, room, widest)
             self._layouts[shape, widest] = chosen
         return self._layouts[shape, widest], shards
@@ -623,7 +623,7 @@ def decode_layers(config: RunConfig) -> Literal["unroll", "scan"]:
     return "unroll" if hopper or platform() == "cpu" else "scan"
 
 
-def _room(placed: Array, name: str) -> float:
+def _least_free(placed: Array, name: str) -> float:
     """The free bytes of the device that has fewest, of those where an array lies: all processes
     compile one program, and so have one layout."""
     free = min(free_bytes(shard.device) for shard in placed.addressable_shards)
