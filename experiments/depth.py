@@ -34,9 +34,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.behaviour import measured
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
-from experiments.fingerprints import measured
 from fp8rl_jax.ablation.record import write_json
 from fp8rl_jax.compare.probe import Tokens, at_once
 from fp8rl_jax.config.recipe import RECIPES, ForwardFormats, Recipe

@@ -2,7 +2,7 @@
 
 An ablation's record has a fingerprint of the code that made it (fp8rl_jax/ablation/behaviour.py);
 some records that are no ablations' have one of golden runs of the recipes that they measured
-(`measured`). Here it is taken again from the present code, for all records that have one or for
+(behaviour.py). Here it is taken again from the present code, for all records that have one or for
 those that are named, and what differs is told, a line each; then the record has to be made again.
 
     python -m experiments.fingerprints --names demo --against runs/ablation/demo/ablation.json
@@ -22,16 +22,20 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments import fp4, fp8_lm, stability
+from experiments.behaviour import behaviour, of_arms
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
+from experiments.formats.rows import BFLOAT16, ROWS
 from fp8rl_jax.ablation.behaviour import differences, fingerprint
 from fp8rl_jax.ablation.design import Design, read_design
 from fp8rl_jax.ablation.record import write_json
+from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.durable import write_durably
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.statistics import Interval, t_interval
@@ -42,6 +46,19 @@ ABLATIONS, RECORDS = ROOT / "experiments/ablations", RESULTS / "ablations"
 _FLOAT32 = {"compute_dtype": "float32"}
 _BF16 = {"bf16": {"recipe": "bf16"} | _FLOAT32}
 _EXACT = {"recipe": "jet-rl", "precision": {"exact": True}} | _FLOAT32
+
+
+def _own(recipes: Mapping[str, Recipe], **settings: Any) -> dict[str, dict[str, Any]]:
+    """An arm of each recipe of a study's own."""
+    return {
+        name.replace(", ", "-").replace(" ", "_"): {"recipe": "own"}
+        | {"recipes": {"own": made.table()}, "precision": {"exact": False}}
+        | _FLOAT32
+        | settings
+        for name, made in recipes.items()
+    }
+
+
 ARMS: dict[str, dict[str, dict[str, Any]]] = {
     "compare/bf16/compare": _BF16 | {"bfloat16": {"recipe": "bf16", "compute_dtype": "bfloat16"}},
     "compare/fp8-rollout/compare": _BF16 | {"fp8-rollout": {"recipe": "fp8-rollout"} | _FLOAT32},
@@ -56,6 +73,15 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
         | _FLOAT32
         for weight in ("e4m3-128x128", "nvfp4", "int4-1x128")
     },
+    "formats/learning": _BF16
+    | _own({row.name: row.unified for row in ROWS})
+    | {BFLOAT16: {"recipe": "bf16", "compute_dtype": "bfloat16"}},
+    "fp4/learning": _own(fp4.LEARNED),
+    "fp8_lm": _own({name: fp8_lm.of_arm(name) for name in fp8_lm.ARMS}),
+    "stability/runs": _own(
+        {row.name: row.forward for row in stability.rows()},
+        formats=["experiments/formats/unscaled.py"],
+    ),
     "sampling_replay": {
         recipe: {"recipe": recipe, "rl": {"correction": {"truncated_sampling": "replay"}}}
         | _FLOAT32
@@ -66,10 +92,12 @@ ARMS |= {
     "compare/moe-jet-rl-exact/compare": ARMS["compare/jet-rl-exact/compare"],
     "compare/vllm-bfloat16/compare": ARMS["compare/bf16/compare"],
     "compare/vllm-float32/compare": ARMS["compare/bf16/compare"],
+    "vllm_engine": ARMS["compare/bf16/compare"] | {"fp8-kv": {"recipe": "fp8-kv"} | _FLOAT32},
 }
 """What records measure that are no ablations' and whose commands take no fingerprint; one that is
 compared with it where that is one recipe."""
-OTHERS = ("depth/results", "fake_quantization", "gradients/results", *ARMS)
+_TO_MAKE = {"formats/learning", "fp4/learning", "fp8_lm", "stability/runs", "vllm_engine"}
+OTHERS = ("depth/results", "fake_quantization", "gradients/results", *(ARMS.keys() - _TO_MAKE))
 """Records that are no ablations' and have a fingerprint, in experiments/results."""
 
 
@@ -104,41 +132,6 @@ def read_record(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: is no record ({error})") from None
-
-
-def measured(
-    recipes: Iterable[str], dtypes: Sequence[str], record: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Give a record that is no ablation's its fingerprint, before anything is measured.
-
-    Args:
-        recipes, dtypes: what is measured, each recipe under each compute dtype.
-        record: what there is already, where more is to be measured.
-
-    Returns:
-        {"arms": settings by name, "fingerprint": of them}, the record's "behaviour".
-
-    Raises:
-        UserError: the record has none, or of other recipes, or of other code.
-    """
-    arms = {
-        f"{recipe}-{dtype}": {"recipe": recipe, "compute_dtype": dtype}
-        for recipe in recipes
-        for dtype in dtypes
-    }
-    before = (record or {}).get("behaviour")
-    if record and (before or {}).get("arms") != arms:
-        raise UserError("--output: the record there is of other recipes or dtypes; name another")
-    now = behaviour(arms)["fingerprint"]
-    if before and (lines := differences(before["fingerprint"], now)):
-        raise UserError(f"--output: the record there is of other code; name another: {lines[0]}")
-    return before or {"arms": arms, "fingerprint": now}
-
-
-def behaviour(arms: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the fingerprint of golden runs: a record's "behaviour"."""
-    (now,) = fingerprint(_of_arms(arms))
-    return {"arms": arms, "fingerprint": now}
 
 
 def make_anew(name: str) -> None:
@@ -183,12 +176,6 @@ def read_made(record: dict[str, Any]) -> dict[str, Any]:
     return record.get("made", record)
 
 
-def _of_arms(arms: Mapping[str, Any]) -> Design:
-    """An ablation of recipes, of which golden runs are made and no others."""
-    settings = {"metric": {"margin": 1.0}, "baseline": next(iter(arms)), "arms": arms}
-    return read_design({"name": "recipes", **settings})
-
-
 def with_fingerprints() -> dict[str, tuple[Design, dict[str, Any], str]]:
     """All records with a fingerprint: the design that it is of, the fingerprint and the command."""
     found = {}
@@ -200,7 +187,7 @@ def with_fingerprints() -> dict[str, tuple[Design, dict[str, Any], str]]:
     for name in OTHERS:
         record = read_record(RESULTS / f"{name}.json")
         of, command = record["behaviour"], " ".join(read_made(record)["command"])
-        found[name] = _of_arms(of["arms"]), of["fingerprint"], command
+        found[name] = of_arms(of["arms"]), of["fingerprint"], command
     return found
 
 

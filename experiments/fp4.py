@@ -113,7 +113,7 @@ def snr(x: Float[np.ndarray, "layers m n"], made: Format) -> float:
 def measure_snr(arguments: Arguments) -> None:
     """Each kind of activation, in each way."""
     settings = {"model": MODEL} | of(arguments, "prompt_tokens")
-    record = Record(Path(arguments.output) / "snr.json", settings)
+    record = Record(Path(arguments.output) / "snr.json", settings, "experiments.fp4")
     if record.entries:
         return
     policy, tokenizer = load(resolve_model(MODEL))
@@ -129,7 +129,8 @@ def measure_snr(arguments: Arguments) -> None:
 
 def measure_learning(arguments: Arguments) -> None:
     """Each arm, seed by seed: an arm is compared on the seeds that all have."""
-    record = Record(Path(arguments.output) / "learning.json", of(arguments, "steps", "batch_size"))
+    settings = of(arguments, "steps", "batch_size")
+    record = Record(Path(arguments.output) / "learning.json", settings, "experiments.fp4")
     config = run_config(arguments.steps, arguments.batch_size)
     for seed in range(arguments.seeds):
         for name, recipe in LEARNED.items():

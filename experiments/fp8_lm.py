@@ -28,7 +28,7 @@ from experiments.depth import short
 from experiments.formats.__main__ import Record
 from experiments.formats.learning import held_out_loss, run_config, trained
 from fp8rl_jax.caching import keep_compiled_programs
-from fp8rl_jax.config.recipe import recipe
+from fp8rl_jax.config.recipe import Recipe, recipe
 from fp8rl_jax.config.run import RunConfig
 from fp8rl_jax.models.policy import init_policy, tensor_specs
 from fp8rl_jax.parallel import AXES, policy_shardings
@@ -111,12 +111,15 @@ def run(arguments: Arguments) -> None:
             record.add(arm=name, seed=seed, **loss(config, name, seed))
 
 
+def of_arm(name: str) -> Recipe:
+    """What an arm trains under."""
+    return recipe(**({"base": "bf16", "name": "fp8-lm"} | ARMS[name]))
+
+
 def loss(config: RunConfig, name: str, seed: int) -> dict[str, float | None]:
     """Train an arm with a seed, and find its held-out loss and that of its last step; None: not
     finite."""
-    fields = {"base": "bf16"} | ARMS[name]
-    made = recipe(fields.pop("base"), "fp8-lm", **fields)
-    session, metrics = trained(replace(config, seed=seed), made)
+    session, metrics = trained(replace(config, seed=seed), of_arm(name))
     found = {"loss": held_out_loss(session), "last_step": np.float64(metrics[-1]["loss"])}
     return {key: short(x) if np.isfinite(x) else None for key, x in found.items()}
 

@@ -93,7 +93,7 @@ def run(arguments: Arguments) -> None:
     """Seed by seed, so that what is there of a seed is whole."""
     keep_compiled_programs()
     settings = of(arguments, "steps", "batch_size", "hidden_size")
-    record = Record(Path(arguments.output) / "runs.json", settings)
+    record = Record(Path(arguments.output) / "runs.json", settings, "experiments.stability")
     config = run_config(arguments.steps, arguments.batch_size)
     width = arguments.hidden_size
     model = replace(config.model.init, hidden_size=width, intermediate_size=9 * width // 4)

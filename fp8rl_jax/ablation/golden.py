@@ -29,6 +29,8 @@ import numpy as np
 
 from fp8rl_jax.caching import keep_compiled_programs
 from fp8rl_jax.config.files import read_config
+from fp8rl_jax.config.formats import WIDE
+from fp8rl_jax.config.recipe import STATE_ROLES
 from fp8rl_jax.config.run import MeshConfig, RunConfig
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.models.policy import Policy, build_policy
@@ -219,7 +221,8 @@ def measure(kind: str, config: RunConfig) -> dict[str, Any]:
     """
     try:
         recipe = config.resolved_recipe
-        quantizes = recipe.quantizes_linears or recipe.quantizes_attention
+        state = any(getattr(recipe, role).element not in WIDE for role in STATE_ROLES)
+        quantizes = recipe.quantizes_linears or recipe.quantizes_attention or state
         return {"rounding": "fp8" if quantizes else config.compute_dtype, **RUNS[kind](config)}
     except Exception as error:
         return {"fault": _fault(error)}

@@ -9,13 +9,13 @@ import json
 import kept
 import pytest
 
-from experiments import fingerprints
+from experiments import behaviour, fingerprints
+from experiments.behaviour import measured
 from experiments.command import run_command
 from experiments.fingerprints import (
     OTHERS,
     RECORDS,
     Arguments,
-    measured,
     run,
     stale,
     unlike,
@@ -90,6 +90,7 @@ def test_a_record_of_no_ablation_is_of_the_recipes_that_it_measured(monkeypatch,
         return [{"settings": {"all": {}, "arms": {}}, "golden": golden}]
 
     loss = 0.5
+    monkeypatch.setattr(behaviour, "fingerprint", fingerprint)
     monkeypatch.setattr(fingerprints, "fingerprint", fingerprint)
     monkeypatch.setattr(fingerprints, "RECORDS", tmp_path)
     monkeypatch.setattr(fingerprints, "RESULTS", tmp_path)
@@ -121,7 +122,7 @@ def test_a_record_is_made_anew_with_its_fingerprint_or_stays(monkeypatch, tmp_pa
     def fingerprint(design):
         return [{"golden": {arm.name: arm.config.recipe for arm in design.arms}}]
 
-    monkeypatch.setattr(fingerprints, "fingerprint", fingerprint)
+    monkeypatch.setattr(behaviour, "fingerprint", fingerprint)
     monkeypatch.setattr(fingerprints, "RESULTS", tmp_path)
     monkeypatch.setattr(fingerprints, "ROOT", tmp_path)
     (tmp_path / "maker.py").write_text(

@@ -15,12 +15,13 @@ from fp8rl_jax.precision import check_recipe
 
 def test_every_arm_is_a_recipe_of_its_own():
     made = []
-    for fields in fp8_lm.ARMS.values():
-        fields = {"base": "bf16"} | fields
-        made.append(recipe(fields.pop("base"), "arm", **fields))
+    for name in fp8_lm.ARMS:
+        made.append(fp8_lm.of_arm(name))
         check_recipe(made[-1])
     assert len(set(made)) == len(made)
-    assert made[0] == recipe("bf16") and made[1].second_moment == parse_format("e4m3-power_of_two")
+    assert made[0] == recipe("bf16", "fp8-lm") and made[1].second_moment == parse_format(
+        "e4m3-power_of_two"
+    )
 
 
 def test_the_table_of_a_record():
