@@ -1,14 +1,25 @@
 """The fingerprint of a record that is no ablation's: of golden runs of the recipes that it measured
-(fp8rl_jax/ablation/behaviour.py)."""
+(fp8rl_jax/ablation/behaviour.py), or what its own arithmetic makes of fixed numbers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fp8rl_jax.ablation.behaviour import differences, fingerprint
 from fp8rl_jax.ablation.design import Design, read_design
 from fp8rl_jax.errors import UserError
+
+NEAR = 5e-3
+"""How far what is made of fixed numbers may be apart, relative: last bits of another machine."""
+
+
+def alike(before: Mapping[str, float], now: Mapping[str, float]) -> bool:
+    """Whether two fingerprints of fixed numbers are of one code."""
+    return before.keys() == now.keys() and all(
+        math.isclose(before[key], now[key], rel_tol=NEAR) for key in before
+    )
 
 
 def measured(

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,10 +40,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from experiments.behaviour import alike
 from experiments.benchmarks.machine import facts
 from experiments.benchmarks.record import write
 from experiments.command import run_command
+from experiments.depth import short
 from fp8rl_jax.config.formats import TensorFormat
+from fp8rl_jax.errors import UserError
 from fp8rl_jax.precision import dequantize, quantize
 from fp8rl_jax.precision.rounding import dither, dither_blocks, dither_inside, round_by_hash
 from fp8rl_jax.weights.load import load
@@ -150,9 +153,15 @@ def updated(direction: Array, rate: float, kept: float, key: Array) -> Array:
 
 
 def followed(
-    weights: Float[Array, "m n"], grid: str, cure: str, rate: float, kept: float, seed: int
+    weights: Float[Array, "m n"],
+    grid: str,
+    cure: str,
+    rate: float,
+    kept: float,
+    seed: int,
+    steps: Sequence[int] = (),
 ) -> dict[int, dict[str, float]]:
-    """Metrics after each of STEPS.
+    """Metrics after each of some steps.
 
     Args:
         weights: a checkpoint's.
@@ -161,20 +170,22 @@ def followed(
         rate: learning rate.
         kept: of KEPT.
         seed: of directions and draws.
+        steps: default STEPS.
     """
+    steps = steps or STEPS
     sync = partial(served, grid=grid, cure=cure)
-    keys = jax.random.split(jax.random.key(seed), 2 * max(STEPS) + 2)
+    keys = jax.random.split(jax.random.key(seed), 2 * max(steps) + 2)
     direction = jax.random.rademacher(keys[0], weights.shape, F32)
     start = GRIDS[grid].checkpoint(weights)
     if cure == "dithered":
         start = GRIDS[grid].dither(start)
     first, carried = sync(start, jnp.zeros_like(start), keys[1])
     moved, now, found = jnp.zeros_like(start), first, {}
-    for number in range(1, max(STEPS) + 1):
+    for number in range(1, max(steps) + 1):
         update, before = updated(direction, rate, kept, keys[2 * number]), now
         moved += update
         now, carried = sync(start + moved, carried, keys[2 * number + 1])
-        if number in STEPS:
+        if number in steps:
             found[number] = _metrics(moved, now - first, update, now - before)
     return found
 
@@ -196,6 +207,23 @@ def _draws(grid: Grid, weights: Float[Array, "m n"]) -> float:
     return float(jnp.linalg.norm(grid.dither(begin) - begin) / jnp.linalg.norm(begin))
 
 
+def cures_of(grid: str) -> list[str]:
+    """Those that a grid has."""
+    return [cure for cure in CURES if cure != "hashed" or grid == "bfloat16"]
+
+
+def fingerprint() -> dict[str, float]:
+    """What each cure makes of fixed numbers in a few steps."""
+    drawn = 0.05 * np.random.RandomState(0).standard_normal((144, 160))
+    weights, found = jnp.asarray(drawn, F32), {}
+    for grid in GRIDS:
+        found[f"{grid}, draws"] = short(_draws(GRIDS[grid], weights))
+        for cure in cures_of(grid):
+            of_steps = followed(weights, grid, cure, 1e-4, 0.3, 0, (3,))
+            found |= {f"{grid}, {cure}, {key}": short(x) for key, x in of_steps[3].items()}
+    return found
+
+
 def border(weights: Float[Array, "m n"], scale: str) -> float:
     """The share of weights that are as near to a code of E4M3 as to its neighbour."""
     fmt = replace(E4M3, scale=scale)
@@ -208,7 +236,11 @@ def border(weights: Float[Array, "m n"], scale: str) -> float:
 
 
 def run(arguments: Arguments) -> None:
-    """Every grid, cure, learning rate and kind of movement; means over the tensors."""
+    """Every grid, cure, learning rate and kind of movement; means over the tensors.
+
+    Raises:
+        UserError: the record there is of other code.
+    """
     tensors = load(resolve_model(arguments.model))[0].stack.tensors()
     weights = [tensors[name].value[layer] for name, layer in TENSORS]
     path = Path(arguments.output)
@@ -217,6 +249,9 @@ def run(arguments: Arguments) -> None:
         if path.exists()
         else {"model": arguments.model, "tensors": TENSORS, "grids": {}, "draws": {}, "made": {}}
     )
+    now = fingerprint()
+    if not alike(record.setdefault("fingerprint", now), now):
+        raise UserError("--output: the record there is of other code; name another")
     if "borders" not in record:
         record["borders"] = {
             scale: float(np.mean([border(x, scale) for x in weights]))
@@ -226,9 +261,7 @@ def run(arguments: Arguments) -> None:
     for grid in (name for name in GRIDS if name not in record["grids"]):
         record["draws"][grid] = float(np.mean([_draws(GRIDS[grid], x) for x in weights]))
         cures = record["grids"].setdefault(grid, {})
-        for cure in CURES:
-            if cure == "hashed" and grid != "bfloat16":
-                continue
+        for cure in cures_of(grid):
             for movement, kept in KEPT.items():
                 for rate in RATES:
                     runs = [

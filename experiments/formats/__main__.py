@@ -19,7 +19,6 @@ entries, but other prompts, tokens or steps are another record (`--output`).
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments.behaviour import alike
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
 from experiments.formats.rows import BASELINE, Row, bits, chosen, fingerprint
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from experiments.formats.errors import Tensors
 
 MODEL = "smollm2-135m"
-FINGERPRINT = 5e-3
-"""How far fingerprints may be apart, relative."""
 PARTS = ("mismatch", "errors", "exact", "attention", "sums", "learning")
 
 
@@ -109,10 +107,7 @@ class Arguments:
 def same(before: dict[str, Any], found: dict[str, Any]) -> bool:
     """Whether two descriptions of a row are of one code; another machine's last bits may differ."""
     one, other = (of["fingerprint"] for of in (before, found))
-    alike = one.keys() == other.keys() and all(
-        math.isclose(one[role], other[role], rel_tol=FINGERPRINT) for role in one
-    )
-    return alike and before | {"fingerprint": other} == found
+    return alike(one, other) and before | {"fingerprint": other} == found
 
 
 class Record:
@@ -146,11 +141,14 @@ class Record:
             UserError: it was another, or its quantizers gave other numbers.
         """
         found: dict[str, Any] = {"activation": row.activation, "gradient": row.gradient}
-        found |= {"bits": bits(row.name), "fingerprint": fingerprint(row)}
-        before = self.rows.setdefault(row.name, found)
+        self.keep(row.name, found | {"bits": bits(row.name), "fingerprint": fingerprint(row)})
+
+    def keep(self, name: str, found: dict[str, Any]) -> None:
+        """Keep a description with a fingerprint; errors as of `describe`."""
+        before = self.rows.setdefault(name, found)
         if not same(before, found):
             raise UserError(
-                f"--output: {self.path.name} has {row.name} of other code ({before}; now {found}); "
+                f"--output: {self.path.name} has {name} of other code ({before}; now {found}); "
                 "measure it anew in another folder"
             )
 

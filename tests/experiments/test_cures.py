@@ -13,7 +13,9 @@ from experiments import cures, sync_costs
 from fp8rl_jax.models.policy import init_policy
 
 
-def test_every_cure_but_the_error_carried_over_lets_the_update_arrive(tmp_path, monkeypatch):
+def test_every_cure_but_the_error_carried_over_lets_the_update_arrive(
+    tmp_path, monkeypatch, capsys
+):
     """Masters begin on the grid, and move by a fraction of its step."""
     policy = init_policy(LLAMA, jax.random.key(0))
     monkeypatch.setattr(cures, "resolve_model", lambda name: name)
@@ -25,6 +27,10 @@ def test_every_cure_but_the_error_carried_over_lets_the_update_arrive(tmp_path, 
     assert cures.main(["--output", str(tmp_path / "cures.json")]) == 0
     record = json.loads((tmp_path / "cures.json").read_text())
     assert [*record["grids"]] == [*cures.GRIDS]
+    record["fingerprint"]["bfloat16, hashed, arrived"] *= 1.01
+    (tmp_path / "cures.json").write_text(json.dumps(record))
+    assert cures.main(["--output", str(tmp_path / "cures.json")]) == 2
+    assert "the record there is of other code" in capsys.readouterr().err
     # the draws of a cell of relative width 2^-8 to 2^-7, and of one of 2^-4 to 2^-3
     assert all(2**-10 < record["draws"][x] < 2**-8 for x in ("bfloat16", "e4m3 from bfloat16"))
     assert 2**-6 < record["draws"]["e4m3"] < 2**-4
