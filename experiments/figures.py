@@ -791,6 +791,34 @@ def on_meshes() -> str:
     return f"{about}\n\n{table(heads, rows)}"
 
 
+PROCESSES = "processes.json"
+
+
+def processes() -> str:
+    """How far a run of several processes is from that of one."""
+    cases = record(PROCESSES)["cases"]
+    first = next(iter(cases.values()))
+    counts, metrics = [*first["processes"]], [*first["processes"]["2"]["largest"]]
+    about = prose(f"""
+        The demo on 4 simulated devices: {len(first["reward"])} steps in one process, and on the same mesh in {" and ".join(counts)} that are joined by
+        hand. The largest relative difference to one process over {first["rows"]} rows of metrics, and how many of the samples that
+        are written down are the same text.
+    """)
+    rows = [
+        [
+            name,
+            f"`{' '.join(flag for flag in case['flags'] if 'mesh' in flag or 'recipe' in flag)}`",
+            count,
+            *(f"{of['largest'][metric]:.1g}" for metric in metrics),
+            f"{of['alike']} of {of['samples']}",
+        ]
+        for name, case in cases.items()
+        for count, of in case["processes"].items()
+    ]
+    heads = ["run", "mesh and recipe", "processes", *(f"`{x}`" for x in metrics), "samples alike"]
+    return f"{about}\n\n{table(heads, rows)}"
+
+
 TPU = "tpu.json"
 
 
@@ -1662,6 +1690,13 @@ SECTIONS = (
         on_meshes,
         "python -m experiments.collectives",
         COLLECTIVES,
+        optional=True,
+    ),
+    Section(
+        "One process and several",
+        processes,
+        "python -m experiments.processes",
+        PROCESSES,
         optional=True,
     ),
     Section("Programs for TPUs", for_tpus, "make compile-tpu", TPU, optional=True),
