@@ -6,8 +6,6 @@ from datetime import date, timedelta
 import kept
 import pytest
 
-from pallas_kernels.check.verdicts import EVERY
-
 
 @pytest.fixture
 def checks(tmp_path, monkeypatch):
@@ -23,7 +21,7 @@ def checks(tmp_path, monkeypatch):
     for name in (kept.ALL, kept.WRITES):
         monkeypatch.delenv(name, raising=False)
     # a day on which neither is due
-    days = (date(2026, 1, 1) + timedelta(n) for n in range(EVERY))
+    days = (date(2026, 1, 1) + timedelta(n) for n in range(kept.EVERY))
     monkeypatch.setattr(kept, "date", Day)
     Day.now = next(
         day
@@ -66,7 +64,7 @@ def test_what_holds_is_not_made_again(checks, monkeypatch):
     assert made() == ["x", "y"]
     monkeypatch.setenv(kept.ALL, "")
     seen = set()
-    for _ in range(EVERY):
+    for _ in range(kept.EVERY):
         Day.now += timedelta(1)
         seen |= set(made())
     assert seen == {"x", "y"}
