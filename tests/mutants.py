@@ -1795,6 +1795,16 @@ LIST: list[Mutant] = [
         ("mx-scales-down", 'if self.scale == "up":', 'if self.scale == "down":', "rounded_up_is"),
     ),
     *of(
+        "parallel/watch.py",
+        "parallel/test_left_behind.py",
+        (
+            "a-thread-waits",
+            "return threading.current_thread() is threading.main_thread()",
+            "return True",
+            "another_thread",
+        ),
+    ),
+    *of(
         "training/watch.py",
         "training/test_watch.py",
         (

@@ -69,7 +69,7 @@ class Progress:
     @contextmanager
     def enter(self, name: str) -> Generator[None]:
         """Enter and leave a phase of a step."""
-        if threading.current_thread() is not threading.main_thread():
+        if not _in_main_thread():
             yield
             return
         before, self.phase = self.phase, name
@@ -83,6 +83,9 @@ class Progress:
     @contextmanager
     def exchange(self) -> Generator[None]:
         """Wait for the other processes, which must come to the same exchange."""
+        if not _in_main_thread():
+            yield
+            return
         self.entered += 1
         self.move()
         self.waiting = True
@@ -113,6 +116,10 @@ class Progress:
         """Seconds that may pass from here without a move while others wait."""
         program = config.program_seconds if self._compiling else 0.0
         return max(config.hung_after_seconds, program, self._taking + config.lost_after_seconds)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 PROGRESS = Progress()

@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -126,6 +128,23 @@ def test_who_has_to_move_and_how_soon():
     with zero.exchange(), one.exchange():
         assert after(3500, watches) == ""
         assert "no process has moved for 3700 s" in after(200, watches)
+
+
+def test_what_another_thread_waits_for_is_not_told():
+    """One that samples beside a step asks for the least free memory (`least_of`)."""
+    progress = Progress()
+
+    def ask():
+        with progress.exchange():
+            asked.append(progress.waiting)
+
+    for main in (nullcontext(), progress.exchange()):
+        with main:
+            before, asked = (progress.waiting, progress.entered, progress.moves), []
+            thread = threading.Thread(target=ask)
+            thread.start(), thread.join()
+            assert asked == [progress.waiting]
+            assert (progress.waiting, progress.entered, progress.moves) == before
 
 
 def test_a_step_is_told_when_it_begins():
