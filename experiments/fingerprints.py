@@ -31,6 +31,7 @@ from experiments import fp4, fp8_lm, stability
 from experiments.behaviour import behaviour, of_arms
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
+from experiments.formats.attention import ATTENTION
 from experiments.formats.rows import BFLOAT16, ROWS
 from fp8rl_jax.ablation.behaviour import differences, fingerprint
 from fp8rl_jax.ablation.design import Design, read_design
@@ -73,6 +74,9 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
         | _FLOAT32
         for weight in ("e4m3-128x128", "nvfp4", "int4-1x128")
     },
+    "formats/attention": _own(
+        {"-".join([row.name, *row.roles]): row.rollout_only for row in ATTENTION}
+    ),
     "formats/learning": _BF16
     | _own({row.name: row.unified for row in ROWS})
     | {BFLOAT16: {"recipe": "bf16", "compute_dtype": "bfloat16"}},
@@ -96,7 +100,14 @@ ARMS |= {
 }
 """What records measure that are no ablations' and whose commands take no fingerprint; one that is
 compared with it where that is one recipe."""
-_TO_MAKE = {"formats/learning", "fp4/learning", "fp8_lm", "stability/runs", "vllm_engine"}
+_TO_MAKE = {
+    "formats/attention",
+    "formats/learning",
+    "fp4/learning",
+    "fp8_lm",
+    "stability/runs",
+    "vllm_engine",
+}
 OTHERS = ("depth/results", "fake_quantization", "gradients/results", *(ARMS.keys() - _TO_MAKE))
 """Records that are no ablations' and have a fingerprint, in experiments/results."""
 
