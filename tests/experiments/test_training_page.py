@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from experiments import training_page
-from experiments.fp4 import LEARNED, snr, ways
+from experiments.behaviour import alike
+from experiments.figures import RESULTS
+from experiments.fp4 import LEARNED, fingerprint, snr, ways
 from experiments.fp4 import main as fp4
 from experiments.stability import UNSCALED
 from experiments.stability import main as stability
@@ -40,6 +42,11 @@ def test_signal_to_noise_of_outliers():
     for shared in ("token", "tensor"):
         assert found[shared, "as it is"] == pytest.approx(20, abs=0.5)  # all but the outlier is 0
         assert found[shared, "0.97 compensated"] > 30 > 3 > found[shared, "0.97 clamped"]
+
+
+def test_the_committed_ratios_are_of_this_code():
+    kept = json.loads((RESULTS / "fp4" / "snr.json").read_text())["rows"]["ways"]
+    assert alike(kept["fingerprint"], fingerprint()), "python -m experiments.fp4 --parts snr"
 
 
 def test_floats_without_scales_round_saturate_and_underflow():
