@@ -18,8 +18,9 @@ import json
 import logging
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,12 @@ import numpy as np
 
 from fp8rl_jax.caching import keep_compiled_programs
 from fp8rl_jax.config.files import read_config
-from fp8rl_jax.config.formats import WIDE
-from fp8rl_jax.config.recipe import STATE_ROLES
+from fp8rl_jax.config.formats import WIDE, TensorFormat
+from fp8rl_jax.config.recipe import LINEAR_ROLES, STATE_ROLES, Recipe
 from fp8rl_jax.config.run import MeshConfig, RunConfig
 from fp8rl_jax.config.tasks import TaskConfig
 from fp8rl_jax.models.policy import Policy, build_policy
+from fp8rl_jax.precision.quantizer import round_through
 from fp8rl_jax.rollout.constraints import compile_phrases
 from fp8rl_jax.tasks.dataset import columns_of, load_splits
 from fp8rl_jax.tasks.rewards import build_scorer
@@ -55,6 +57,8 @@ _TOKENS = 24
 _RATE = 1e-4
 """Every golden run's learning rate: a program is compiled for each, and settings are compared
 besides."""
+_COARSE = 0.06
+"""A format with a larger error than this counts as "fp4": e5m2 has .05, NVFP4 and INT4 .09 to .12."""
 _DEVIATION = 0.05
 """Of the weights: large enough that attention is not even, and small enough that a rounding of e4m3
 that a last bit flips does not grow."""
@@ -220,12 +224,28 @@ def measure(kind: str, config: RunConfig) -> dict[str, Any]:
         goes; or {"fault": why} where it cannot be made, which keeps nobody from running the arm.
     """
     try:
-        recipe = config.resolved_recipe
-        state = any(getattr(recipe, role).element not in WIDE for role in STATE_ROLES)
-        quantizes = recipe.quantizes_linears or recipe.quantizes_attention or state
-        return {"rounding": "fp8" if quantizes else config.compute_dtype, **RUNS[kind](config)}
+        errors = [_error(fmt) for fmt in _formats(config.resolved_recipe)]
+        rounding = "fp4" if max(errors, default=0.0) > _COARSE else "fp8"
+        return {"rounding": rounding if errors else config.compute_dtype, **RUNS[kind](config)}
     except Exception as error:
         return {"fault": _fault(error)}
+
+
+def _formats(recipe: Recipe) -> Iterator[TensorFormat]:
+    """Every format that a recipe quantizes something to."""
+    for of in recipe.variants:
+        for side in (of.rollout, of.trainer):
+            yield from (fmt for fmt in side.roles().values() if fmt.quantized)
+        yield from (fmt for fmt in map(of.format_of, LINEAR_ROLES) if fmt.quantized)
+    state = (getattr(recipe, role) for role in STATE_ROLES)
+    yield from (fmt for fmt in state if fmt.element not in WIDE)
+
+
+@cache
+def _error(fmt: TensorFormat) -> float:
+    """The error that a format makes of normal numbers, a part of their size."""
+    x = np.random.RandomState(0).standard_normal((128, 128)).astype(np.float32)
+    return float(np.linalg.norm(round_through(jnp.asarray(x), fmt, "reference") - x) / 128)
 
 
 def _digits(value: float) -> float:

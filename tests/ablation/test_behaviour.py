@@ -67,6 +67,34 @@ def test_a_difference_names_arm_number_and_both_values():
     assert differences(BEFORE, changed("rewards", "arms", "b", "", value=0.0))
 
 
+def test_a_flipped_rounding_may_do_more_where_roundings_are_larger():
+    """The numbers of the last rows were seen on another processor."""
+
+    def lines(rounding, key, x, y, k3=0.0):
+        of = [{"rounding": rounding, "k3": [k3], key: [each]} for each in (x, y)]
+        arms = {"settings": {"all": {}, "arms": {}}}
+        return differences(*(arms | {"golden": {"arm": each}} for each in of))
+
+    assert lines("fp8", "grad_norm", 1.0, 1.05) and not lines("fp4", "grad_norm", 1.0, 1.05)
+    assert lines("fp4", "grad_norm", 1.0, 1.15)
+    assert not lines("fp8", "grad_norm", 1.0, 1.05, k3=0.03)
+    assert lines("fp8", "grad_norm", 1.0, 1.05, k3=0.003)
+    assert lines("fp4", "grad_norm", 1.0, 1.15, k3=0.03)
+    assert lines("fp4", "k3", 1e-13, 1e-2) and not lines("fp4", "k3", 1e-13, 1.6e-3)
+    assert not lines("fp4", "arrived", 0.934, 0.834)
+    assert not lines("fp8", "loss", -0.132, -0.108, k3=0.207)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rounding"),
+    [("bf16", "float32"), ("fp8-rl", "fp8"), ("mxfp4", "fp4"), ("w4a16", "fp4")]
+    + [("fp8-lm-o1", "fp8")],  # nothing but gradients
+)
+def test_four_bits_are_told_from_eight_by_their_error(monkeypatch, recipe, rounding):
+    monkeypatch.setitem(golden.RUNS, "arm", lambda config: {})
+    assert golden.measure("arm", replace(DEMO, recipe=recipe)) == {"rounding": rounding}
+
+
 def test_other_settings_and_arms_are_named_and_new_ones_are_not():
     now = changed("settings", "all", value={"rl.clip_low": 0.3, "new": 2})
     assert differences(BEFORE, now) == [f"{arm}: rl.clip_low was 0.2 and is 0.3" for arm in "ab"]
