@@ -58,7 +58,7 @@ _RATE = 1e-4
 """Every golden run's learning rate: a program is compiled for each, and settings are compared
 besides."""
 _COARSE = 0.06
-"""A format with a larger error than this counts as "fp4": e5m2 has .05, NVFP4 and INT4 .09 to .12."""
+"""A format with a larger error than this counts as "fp4": e5m2 has .05, four bits .09 to .12."""
 _DEVIATION = 0.05
 """Of the weights: large enough that attention is not even, and small enough that a rounding of e4m3
 that a last bit flips does not grow."""
