@@ -49,7 +49,7 @@ from fp8rl_jax.config.schema import at_least, leaves, show, validate
 from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.config.training import CheckpointConfig, OptimizerConfig
 from fp8rl_jax.config.unused import unused_settings
-from fp8rl_jax.errors import UserError
+from fp8rl_jax.errors import UserError, switch
 from fp8rl_jax.models.cache import KVScales
 from fp8rl_jax.models.config import PolicyConfig
 from fp8rl_jax.models.dither import dithered
@@ -948,7 +948,8 @@ class Session:
         """Go on from the newest whole checkpoint in a directory, or of a run's directory.
 
         Raises:
-            UserError: there is none, or it is of another kind of session or of another recipe.
+            UserError: there is none, or it is of another kind of session or of another recipe, or
+                of a run with rollout.steps_ahead, whose completions in hand no session has.
         """
         run, directory = run_directory(directory), Path(directory)
         directory = directory if run is None else run / "checkpoints"
@@ -962,6 +963,12 @@ class Session:
                     f"{directory}: the checkpoint of step {step} is of recipe {recipe!r}, and the "
                     f"session of {self.recipe.name!r}; make it with recipe = {recipe!r}, or go on "
                     "from that session's weights (state and load, or save and fp8rl.load)"
+                )
+            if before.get("rollout.steps_ahead"):
+                raise UserError(
+                    f"{directory}: the checkpoint of step {step} is of a run with "
+                    "rollout.steps_ahead, and has completions in hand; go on with the run "
+                    f"({switch('resume')}), or from its weights (fp8rl.load)"
                 )
             here = {"mesh": mesh_text(self.mesh)}
             for line in changes({"mesh": before["mesh"]}, here) if "mesh" in before else ():

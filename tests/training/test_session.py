@@ -30,10 +30,11 @@ from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.run import RolloutConfig, RunConfig
 from fp8rl_jax.config.settings import with_settings
 from fp8rl_jax.config.tasks import TaskConfig
-from fp8rl_jax.config.training import OptimizerConfig, TrainerConfig
+from fp8rl_jax.config.training import CheckpointConfig, OptimizerConfig, TrainerConfig
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.forms import rollout_policy
 from fp8rl_jax.tasks.dataset import load_splits
+from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.plan import memory_plan
 from fp8rl_jax.training.setup import build
 from fp8rl_jax.weights.hf_directory import load_policy_arrays
@@ -869,6 +870,12 @@ def test_a_checkpoint_of_another_kind_is_one_line(tmp_path, monkeypatch):
         session.checkpoint(tmp_path / "later")
     with pytest.raises(UserError, match="written by a later version of fp8rl_jax .format 2, here"):
         session.restore(tmp_path / "later")
+    of_a_run = Checkpoints(tmp_path / "ahead", CheckpointConfig())
+    in_hand = jnp.zeros(3)
+    of_a_run.save(1, (*session.saved(), in_hand), {"recipe": "bf16", "rollout.steps_ahead": 1})
+    of_a_run.close()
+    with pytest.raises(UserError, match="of a run with rollout.steps_ahead, and has completions"):
+        session.restore(tmp_path / "ahead")
 
 
 def test_episodes_with_an_environment_of_a_notebook():
