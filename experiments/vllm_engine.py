@@ -96,7 +96,11 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    """Run the cases one after the other; the file is written after each."""
+    """Run the cases one after the other; the file is written after each.
+
+    Raises:
+        UserError: at the end, where a case failed; the file says why.
+    """
     policy, tokenizer = load(resolve_model(arguments.model))
     rng = np.random.default_rng(0)
     size = arguments.prompts, arguments.prompt_tokens
@@ -133,6 +137,8 @@ def run(arguments: Arguments) -> None:
             "cases": results,
         }
         Path(arguments.output).write_text(json.dumps(document, indent=1) + "\n")
+    if failed := [name for name, found in results.items() if isinstance(found, dict)]:
+        raise UserError(f"{', '.join(failed)}: failed; {arguments.output} says why")
 
 
 def vllm_version(python: str) -> str:

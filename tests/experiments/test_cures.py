@@ -10,6 +10,8 @@ import pytest
 from tiny_models import LLAMA
 
 from experiments import cures, sync_costs
+from experiments.behaviour import alike
+from experiments.figures import CURES, RESULTS
 from fp8rl_jax.models.policy import init_policy
 
 
@@ -49,6 +51,11 @@ def test_every_cure_but_the_error_carried_over_lets_the_update_arrive(
                 name,
             )
         assert found["dithered"]["flicker"] < 0.7 * found["stochastic"]["flicker"]
+
+
+def test_the_committed_cures_are_of_this_code():
+    kept = json.loads((RESULTS / CURES).read_text())
+    assert alike(kept["fingerprint"], cures.fingerprint()), "python -m experiments.cures"
 
 
 def test_what_measuring_costs_is_over_the_same_round(monkeypatch, tmp_path):
