@@ -155,7 +155,8 @@ def _family(name: str) -> str:
 
 
 def draw(plan: Plan, runs: Runs, path: Path) -> bool:
-    """Draw response against dose, a panel for each length; whether there was anything to draw."""
+    """Draw response against dose, a panel for each length, of arms that learn at the baseline's
+    rate; whether there was anything to draw."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -174,11 +175,12 @@ def draw(plan: Plan, runs: Runs, path: Path) -> bool:
     )
     drawn = False
     for axis, (length, design) in zip(axes[0], plan.designs.items(), strict=True):
+        (rate,) = (arm.config.optimizer for arm in design.arms if arm.name == baseline)
         for i, family in enumerate(families):
             points = []
             for arm in design.arms:
                 name = arm.name
-                if _family(name) != family or name == baseline:
+                if _family(name) != family or name == baseline or arm.config.optimizer != rate:
                     continue
                 found = compare(plan, runs, length, [name], baseline, plan.file.alpha).get(name)
                 if found is None or not found.difference.n:
