@@ -17,7 +17,6 @@ Several commands can share a record, side by side, each on runs that no other on
 from __future__ import annotations
 
 import gc
-import json
 import shutil
 import sys
 import time
@@ -32,6 +31,7 @@ import jax.numpy as jnp
 
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
+from experiments.record import changed, read, write
 from fp8rl_jax.ablation.behaviour import differences
 from fp8rl_jax.ablation.design import Arm, Design, read_design
 from fp8rl_jax.ablation.record import (
@@ -39,7 +39,6 @@ from fp8rl_jax.ablation.record import (
     kept_behaviour,
     make_record,
     run_entry,
-    write_json,
 )
 from fp8rl_jax.ablation.runner import Runner
 from fp8rl_jax.durable import locked
@@ -134,10 +133,6 @@ def of_one_code(
     }
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {"runs": {}}
-
-
 def run(arguments: Arguments) -> None:
     """Run by run, as long as there is time."""
     began, path = time.monotonic(), Path(arguments.output)
@@ -145,13 +140,12 @@ def run(arguments: Arguments) -> None:
     if unknown := set(arguments.arms) - {arm.name for arm in design.arms}:
         raise UserError(f"--arms: {', '.join(sorted(unknown))}: none of the ablation's")
     runner = Runner(design)
-    path.parent.mkdir(parents=True, exist_ok=True)
     left = 0
     arms = [arm for arm in design.arms if not arguments.arms or arm.name in arguments.arms]
     for seed, arm in product(design.seeds, arms):
         name = design.run_name(arm, seed)
         with locked(design.directory / "locks" / name) as ours:
-            if ours is None or name in _read(path)["runs"]:
+            if ours is None or name in (read(path) or {}).get("runs", {}):
                 continue  # another command is at it, or it is done
             if time.monotonic() - began > 3600 * arguments.hours:
                 left += 1
@@ -159,17 +153,16 @@ def run(arguments: Arguments) -> None:
             print(name, file=sys.stderr)
             runner.run_one(name)
             entry = run_entry(design, arm, seed) | {"served": served(design, arm, seed)}
-            record = _read(path)
-            record.setdefault("behaviours", {})[entry["behaviour"]] = kept_behaviour(design)
-            record["runs"][name] = entry
-            record["made"] = facts("experiments.arrival")
-            write_json(path, record)
+            with changed(path) as record:
+                record.setdefault("behaviours", {})[entry["behaviour"]] = kept_behaviour(design)
+                record.setdefault("runs", {})[name] = entry
+                record["made"] = facts("experiments.arrival")
         # gigabytes; what is told of the run is in its files of rows
         shutil.rmtree(design.directory / name / "checkpoints")
         for weights in (design.directory / name / "model").glob("*.safetensors"):
             weights.unlink()
         jax.clear_caches()
-    record = _read(path)
+    record = read(path) or {"runs": {}}
     whole = [
         arm
         for arm in design.arms
@@ -177,7 +170,7 @@ def run(arguments: Arguments) -> None:
     ]
     runner.prepare()
     known = of_one_code(record["runs"], record.get("behaviours", {}), kept_behaviour(design))
-    write_json(
+    write(
         Path(arguments.record),
         make_record(replace(design, arms=tuple(whole)), runner.resolved, known),
     )

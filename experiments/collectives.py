@@ -9,7 +9,6 @@ minute or two.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +17,7 @@ from typing import Any
 
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
+from experiments.record import read, write
 from fp8rl_jax.config.run import MeshConfig, PlanConfig, RolloutConfig, RunConfig
 from fp8rl_jax.config.training import TrainerConfig
 from fp8rl_jax.errors import UserError
@@ -139,14 +139,14 @@ def run(arguments: Arguments) -> None:
     path = Path(arguments.output)
     if arguments.layers:
         compile_seconds(1)  # what is loaded and traced once
-        record = json.loads(path.read_text())
+        record = read(path) or {}
         record["compile_seconds"] = {layers: compile_seconds(layers) for layers in (9, 18, 36)}
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write(path, record)
         return
     if not any(arguments.only in program.name for program in PROGRAMS):
         names = "; ".join(program.name for program in PROGRAMS)
         raise UserError(f"--only: {arguments.only!r} is in none of: {names}")
-    kept = json.loads(path.read_text())["programs"] if path.exists() else {}
+    kept = (read(path) or {}).get("programs", {})
     plans = {program.name: {"planned": planned(program)} for program in PROGRAMS}
     for program in PROGRAMS:
         if arguments.only not in program.name or (program.name in kept and not arguments.again):
@@ -161,9 +161,9 @@ def run(arguments: Arguments) -> None:
 def _write(path: Path, kept: dict[str, Any], plans: dict[str, dict[str, int | None]]) -> None:
     """The record, with the present plans of all programs."""
     ordered = {name: kept[name] | plan for name, plan in plans.items() if name in kept}
-    found = json.loads(path.read_text()) if path.exists() else {}
+    found = read(path) or {}
     found |= {"made": facts("experiments.collectives", []), "programs": ordered}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    write(path, found)
 
 
 def main() -> int:

@@ -22,7 +22,6 @@ And answers from logits: of the problem, of the seed, of arm and seed, and of ar
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from scipy import special
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
 from experiments.figures import filled, table
+from experiments.record import write
 from fp8rl_jax.statistics import (
     POWER,
     VERDICTS,
@@ -586,7 +586,7 @@ def main(argv: list[str]) -> int:
 def run(arguments: Arguments) -> None:
     """Simulate, and write record and page."""
     record = {"made": facts("experiments.coverage"), **simulate(arguments.studies)}
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    write(RECORD, record)
     PAGE.write_text(filled(PAGE.read_text(), tables(record)))
     print(tables(record))
 

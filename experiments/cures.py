@@ -42,9 +42,9 @@ from jaxtyping import Array, Float
 
 from experiments.behaviour import alike
 from experiments.benchmarks.machine import facts
-from experiments.benchmarks.record import write
 from experiments.command import run_command
 from experiments.depth import short
+from experiments.record import write
 from fp8rl_jax.config.formats import TensorFormat
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.precision import dequantize, quantize

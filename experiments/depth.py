@@ -23,7 +23,6 @@ The rollout's layers are scanned, as its unrolled form compiles ten times as lon
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -37,7 +36,7 @@ import numpy as np
 from experiments.behaviour import measured
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
-from fp8rl_jax.ablation.record import write_json
+from experiments.record import read, write
 from fp8rl_jax.compare.probe import Tokens, at_once
 from fp8rl_jax.config.recipe import RECIPES, ForwardFormats, Recipe
 from fp8rl_jax.models.config import PolicyConfig
@@ -293,7 +292,7 @@ def run(arguments: Arguments) -> None:
     output = Path(arguments.output)
     output.mkdir(parents=True, exist_ok=True)
     path = output / "results.json"
-    record = json.loads(path.read_text()) if path.exists() else {}
+    record = read(path) or {}
     record["behaviour"] = measured(arguments.recipes, arguments.dtypes, record)
     record.setdefault("points", [])
     have = {(p["weights"], p["depth"], p["dtype"]) for p in record["points"]}
@@ -312,7 +311,7 @@ def run(arguments: Arguments) -> None:
                     "commit": record["made"]["commit"],
                 }
                 record["points"].append(made | {"k3": found})
-                write_json(path, record)
+                write(path, record)
             jax.clear_caches()  # the programs of one depth fit no other
     (output / "summary.md").write_text(summary(record["points"]))
     draw(record["points"], output / "depth.svg")

@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.benchmarks.machine import facts
-from experiments.benchmarks.record import write
 from experiments.benchmarks.rounds import Laps, Plan, interleave, ratio, series, spread
 from experiments.command import run_command
+from experiments.record import write
 from experiments.vllm_engine import MOVED, distance, moved, vllm_version
 from fp8rl_jax.config.recipe import PrecisionConfig
 from fp8rl_jax.config.run import RolloutConfig, RunConfig

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.benchmarks.machine import facts
-from experiments.benchmarks.record import write
 from experiments.command import run_command
 from experiments.depth import MODEL, model, prompts, short
+from experiments.record import write
 from fp8rl_jax.compare.probe import with_entropies
 from fp8rl_jax.compare.tokens import Tokens
 from fp8rl_jax.config.recipe import recipe

@@ -44,9 +44,9 @@ import numpy as np
 from experiments.behaviour import measured
 from experiments.benchmarks.machine import facts
 from experiments.benchmarks.peer import Peer, PeerSpec
-from experiments.benchmarks.record import write
 from experiments.command import run_command
 from experiments.depth import SETS
+from experiments.record import write
 from fp8rl_jax.compare.probe import at_once, one_by_one
 from fp8rl_jax.compare.tokens import Tokens
 from fp8rl_jax.config.formats import TensorFormat

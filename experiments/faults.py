@@ -25,7 +25,7 @@ from typing import Any
 from experiments.benchmarks.machine import facts
 from experiments.chaos.supervised import QUICK
 from experiments.command import run_command
-from fp8rl_jax.ablation.record import write_json
+from experiments.record import write
 from fp8rl_jax.durable import write_durably
 from fp8rl_jax.errors import UserError
 
@@ -142,7 +142,7 @@ def run(arguments: Arguments) -> None:
             raise UserError(f"{flag}: {path} {why}")
     if not arguments.render:
         record = injected()
-        write_json(output, record)
+        write(output, record)
     write_durably(page_path, page(read(output)))
     print(f"{page_path}: {len(FAULTS)} faults")
 

@@ -33,9 +33,9 @@ from experiments.benchmarks.machine import facts
 from experiments.command import run_command
 from experiments.formats.attention import ATTENTION
 from experiments.formats.rows import BFLOAT16, ROWS
+from experiments.record import write
 from fp8rl_jax.ablation.behaviour import differences, fingerprint
 from fp8rl_jax.ablation.design import Design, read_design
-from fp8rl_jax.ablation.record import write_json
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.durable import write_durably
 from fp8rl_jax.errors import UserError
@@ -100,15 +100,7 @@ ARMS |= {
 }
 """What records measure that are no ablations' and whose commands take no fingerprint; one that is
 compared with it where that is one recipe."""
-_TO_MAKE = {
-    "formats/attention",
-    "formats/learning",
-    "fp4/learning",
-    "fp8_lm",
-    "stability/runs",
-    "vllm_engine",
-}
-OTHERS = ("depth/results", "fake_quantization", "gradients/results", *(ARMS.keys() - _TO_MAKE))
+OTHERS = ("depth/results", "fake_quantization", "gradients/results", *(ARMS.keys() - {"formats/learning"}))
 """Records that are no ablations' and have a fingerprint, in experiments/results."""
 
 
@@ -177,7 +169,7 @@ def make_anew(name: str) -> None:
     record["behaviour"] = taken
     read_made(record).update({key: here[key] for key in ("commit", "uncommitted_changes")})
     if path.read_text().count("\n") > 1:
-        write_json(path, record)
+        write(path, record)
     else:  # compare's are as long as their tokens, and in one line
         write_durably(path, json.dumps(record) + "\n")
 

@@ -26,7 +26,7 @@ import numpy as np
 from experiments.behaviour import measured
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
-from fp8rl_jax.ablation.record import write_json
+from experiments.record import write
 from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.config.rl import CorrectionConfig, RLConfig
 from fp8rl_jax.config.run import MeshConfig
@@ -164,9 +164,8 @@ def run(arguments: Arguments) -> None:
     behaviour = measured(RECIPES_MEASURED, ["bfloat16"])
     found = measure(load_policy(arguments.model, jnp.float32))
     path = Path(arguments.output)
-    path.parent.mkdir(parents=True, exist_ok=True)
     made = facts("experiments.gradients")
-    write_json(path, {"distances": found, "made": made, "behaviour": behaviour})
+    write(path, {"distances": found, "made": made, "behaviour": behaviour})
     for name, values in found.items():
         print(f"{np.mean(values):.2e}  ({min(values):.1e} to {max(values):.1e})  {name}")
 

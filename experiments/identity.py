@@ -7,7 +7,6 @@ with experts, 20 of SmolLM2-135M, under one precision flow. Warm starts that are
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tomllib
@@ -16,7 +15,8 @@ from pathlib import Path
 
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
-from fp8rl_jax.ablation.record import read_rows, write_json
+from experiments.record import read, write
+from fp8rl_jax.ablation.record import read_rows
 from fp8rl_jax.errors import UserError
 
 DIFFERENCE = "mismatch/logprob_abs_diff_max"
@@ -61,8 +61,7 @@ def run(arguments: Arguments) -> None:
         UserError: a run failed, or was not exact from its start.
     """
     path = Path(arguments.output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = json.loads(path.read_text()) if path.exists() else {"runs": {}}
+    record = read(path) or {"runs": {}}
     found = record["runs"]
     for name in arguments.runs:
         files, steps, recipes = RUNS[name]
@@ -70,7 +69,7 @@ def run(arguments: Arguments) -> None:
             if (label := f"{name} {recipe}") in found:
                 continue
             found[label] = _trained(files, recipe, steps, f"{arguments.directory}/{name}-{recipe}")
-            write_json(path, record | {"made": facts("experiments.identity")})
+            write(path, record | {"made": facts("experiments.identity")})
             print(f"{label}: {max(found[label]['differences'])} in {steps} steps", flush=True)
 
 

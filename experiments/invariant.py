@@ -10,7 +10,6 @@ with 1.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import numpy as np
 
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
+from experiments.record import write
 from fp8rl_jax.errors import UserError
 from fp8rl_jax.models.config import DEFAULT_ROPE_THETA
 from fp8rl_jax.precision import exact_compute
@@ -268,9 +268,8 @@ def run(arguments: Arguments) -> None:
             counts[f"{name} {dtype}"] = arguments.seeds
             print(f"{name} {dtype}: {arguments.seeds} shapes", flush=True)
     if arguments.output:
-        path, made = Path(arguments.output), facts("experiments.invariant")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"shapes": counts, "failed": failed, "made": made}, indent=1))
+        made = facts("experiments.invariant")
+        write(Path(arguments.output), {"shapes": counts, "failed": failed, "made": made})
     if failed:
         sys.exit(1)
 

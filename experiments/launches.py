@@ -20,6 +20,7 @@ from typing import Any
 from experiments.benchmarks.machine import facts
 from experiments.collectives import Program, configured
 from experiments.command import run_command
+from experiments.record import read, write
 from fp8rl_jax.parallel.collectives import instructions
 from fp8rl_jax.training.ahead import compiled_program, lower_rollout, lower_update
 from fp8rl_jax.training.plan import mesh_sizes
@@ -97,7 +98,7 @@ def run(arguments: Arguments) -> None:
     """Count what is left, and write the record behind each program."""
     activate_toolchain()
     path = Path(arguments.output)
-    known = json.loads(path.read_text())["programs"] if path.exists() else []
+    known = (read(path) or {}).get("programs", [])
     found = {} if arguments.again else {(each["what"], each["recipe"]): each for each in known}
     for program in PROGRAMS:
         key = program.what, program.recipe
@@ -106,7 +107,7 @@ def run(arguments: Arguments) -> None:
         found[key] = of_layer(program)
         print(json.dumps(found[key]), flush=True)
         record = {"made": facts("experiments.launches", []), "programs": [*found.values()]}
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write(path, record)
 
 
 if __name__ == "__main__":

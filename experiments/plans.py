@@ -15,6 +15,7 @@ from typing import Any
 
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
+from experiments.record import write
 from fp8rl_jax.config.chips import CHIPS
 from fp8rl_jax.config.run import PlanConfig, RolloutConfig, RunConfig
 from fp8rl_jax.config.training import TrainerConfig
@@ -96,7 +97,7 @@ def run(arguments: Arguments) -> None:
             print(json.dumps(plans[-1]), flush=True)
     made = facts("experiments.plans", [])
     record = {"made": made, "chip": arguments.chip, "plans": plans}
-    Path(arguments.output).write_text(json.dumps(record, indent=1) + "\n")
+    write(Path(arguments.output), record)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks.machine import facts
-from experiments.benchmarks.record import write
 from experiments.command import run_command
 from experiments.depth import short
+from experiments.record import write
 from fp8rl_jax.errors import UserError
 
 ROOT = Path(__file__).parents[1]

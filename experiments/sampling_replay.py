@@ -22,8 +22,8 @@ import jax
 import numpy as np
 
 from experiments.benchmarks.machine import facts
-from experiments.benchmarks.record import write
 from experiments.command import run_command
+from experiments.record import write
 from fp8rl_jax import rl
 from fp8rl_jax.parallel import to_host
 from fp8rl_jax.training.experience import Experience

@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from experiments.benchmarks.machine import facts
-from experiments.benchmarks.record import write
 from experiments.command import run_command
+from experiments.record import write
 from fp8rl_jax.config.run import PrecisionConfig, RunConfig
 from fp8rl_jax.models.policy import init_policy
 from fp8rl_jax.rollout.arrival import Arrival

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks.machine import facts
-from experiments.benchmarks.record import write
 from experiments.command import run_command
+from experiments.record import write
 from fp8rl_jax.config.chips import CHIPS
 from fp8rl_jax.config.recipe import RECIPES
 from fp8rl_jax.config.run import MeshConfig, PlanConfig, RolloutConfig, RunConfig, TrainerConfig

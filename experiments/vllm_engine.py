@@ -15,7 +15,6 @@ vLLM's kernels for them ask for AMX, and in others' place the plugin's is slow.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ import numpy as np
 
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
+from experiments.record import write
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.config.run import RolloutConfig, RunConfig
 from fp8rl_jax.config.vllm import VllmConfig
@@ -136,7 +136,7 @@ def run(arguments: Arguments) -> None:
             "moved": MOVED,
             "cases": results,
         }
-        Path(arguments.output).write_text(json.dumps(document, indent=1) + "\n")
+        write(Path(arguments.output), document)
     if failed := [name for name, found in results.items() if isinstance(found, dict)]:
         raise UserError(f"{', '.join(failed)}: failed; {arguments.output} says why")
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.benchmarks.peer import Peer
@@ -20,7 +18,6 @@ from experiments.benchmarks.rounds import (
     series,
     spread,
 )
-from fp8rl_jax.errors import UserError
 
 if TYPE_CHECKING:
     from experiments.benchmarks.workloads import Shape, Workload
@@ -109,35 +106,3 @@ def result(benchmark: str, workload: Workload, shape: Shape, contest: Contest) -
         part = "gen" if "gen" in parts else "seconds"
         rates[side] = spread([shape.tokens / value for value in series(rounds, side, part)])
     return entry | {"tokens_per_second": rates}
-
-
-def write(path: Path, record: dict[str, Any]) -> None:
-    """Write the file in one piece: a reader gets the old or the new one.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(record, indent=1) + "\n")
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(f"--output: {path} cannot be written ({error.strerror})") from error
-
-
-def read(path: Path) -> dict[str, Any] | None:
-    """What `write` left; None where there is no file.
-
-    Raises:
-        UserError: the file cannot be read, or is no such record.
-    """
-    try:
-        record = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"--output: {path} cannot be read ({error})") from None
-    if not isinstance(record, dict):
-        raise UserError(f"--output: {path} holds no record")
-    return record

@@ -17,11 +17,11 @@ from experiments.benchmarks.arguments import Arguments
 from experiments.benchmarks.grpo import generation, grpo_step
 from experiments.benchmarks.loop_overhead import loop_overhead
 from experiments.benchmarks.peer import PeerSpec
-from experiments.benchmarks.record import write
 from experiments.benchmarks.rounds import Plan
 from experiments.benchmarks.trained_layer import Target, load_target, trained_layer
 from experiments.benchmarks.uneven import uneven_generation
 from experiments.benchmarks.workloads import CPU_WORKLOADS, GPU_WORKLOADS, Workload
+from experiments.record import write
 from fp8rl_jax.errors import UserError
 
 Peers = dict[str, list[PeerSpec]]

@@ -26,7 +26,7 @@ from typing import Any
 from experiments.benchmarks.machine import facts
 from experiments.chaos.supervised import Aim, Started, left, survive
 from experiments.command import run_command
-from fp8rl_jax.ablation.record import write_json
+from experiments.record import write
 from fp8rl_jax.errors import UserError
 
 RUN = "experiments/chaos/run.toml"
@@ -101,8 +101,7 @@ def run(arguments: Arguments) -> None:
         "memory": soak,
         "seconds": round(time.monotonic() - began),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, record)
+    write(path, record)
     print(f"{len(kills)} kills survived; memory of {soak['steps']} steps {soak['growth']:+.2%}")
     if abs(soak["growth"]) > 0.02:
         raise UserError(f"the memory changed by {soak['growth']:+.2%} after its warm-up")

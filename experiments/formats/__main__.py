@@ -18,7 +18,6 @@ entries, but other prompts, tokens or steps are another record (`--output`).
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from experiments.behaviour import alike
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
 from experiments.formats.rows import BASELINE, Row, bits, chosen, fingerprint
-from fp8rl_jax.ablation.record import write_json
+from experiments.record import read, write
 from fp8rl_jax.caching import keep_compiled_programs
 from fp8rl_jax.config.recipe import Recipe
 from fp8rl_jax.errors import UserError
@@ -124,7 +123,7 @@ class Record:
 
     def __init__(self, path: Path, settings: dict[str, Any], command: str = "experiments.formats"):
         self.path, self.command = path, command
-        self.kept = json.loads(path.read_text()) if path.exists() else {}
+        self.kept = read(path) or {}
         if (before := self.kept.get("settings", settings)) != settings:
             raise UserError(
                 f"--output: {path.name} there was measured with {before}, and now {settings} are "
@@ -160,8 +159,7 @@ class Record:
         """Keep an entry, and write the file."""
         self.kept["made"] = facts(self.command)
         self.entries.append(entry | {"commit": self.kept["made"]["commit"]})
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, self.kept)
+        write(self.path, self.kept)
 
 
 def mismatch(arguments: Arguments, rows: list[Row]) -> None:

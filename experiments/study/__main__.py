@@ -6,13 +6,13 @@ of an ablation's arm. Seed by seed and cell by cell, what has been run is on dis
 same command goes on from there.
 
     python -m experiments.study --hours 2   # runs what is missing, then writes the page
+    python -m experiments.study --seeds 4 5 # of these seeds; others may be run beside it
     python -m experiments.study --pilot     # the first seed of a few cells, into pilot.json
     python -m experiments.study --page      # docs/study.md and its picture from the record
 """
 
 from __future__ import annotations
 
-import json
 import resource
 import shutil
 import sys
@@ -23,9 +23,10 @@ from typing import Any
 
 from experiments.benchmarks.machine import facts
 from experiments.command import run_command
+from experiments.record import changed, read
 from experiments.study.page import write_pages
 from experiments.study.plan import Cell, Plan, read_plan
-from fp8rl_jax.ablation.record import OVER, run_entry, run_state, write_json
+from fp8rl_jax.ablation.record import OVER, run_entry, run_state
 from fp8rl_jax.ablation.runner import Runner
 from fp8rl_jax.errors import UserError
 
@@ -57,6 +58,8 @@ class Arguments:
     """Directory of study.md and study.svg."""
     hours: float = 10.0
     """After these no other run begins."""
+    seeds: tuple[int, ...] = ()
+    """Run these alone; none: all. Commands with other seeds may run at the same time."""
     pilot: bool = False
     """Run the pilot's cells of the first seed, and write no page."""
     page: bool = False
@@ -67,14 +70,18 @@ class Arguments:
         return [] if self.hours > 0 else [f"--hours: {self.hours} must be above 0"]
 
 
-def missing(plan: Plan, runs: dict[str, Any], pilot: bool) -> list[tuple[Cell, int]]:
+def missing(
+    plan: Plan, runs: dict[str, Any], pilot: bool, only: tuple[int, ...] = ()
+) -> list[tuple[Cell, int]]:
     """Give the runs that the record has not, seed by seed.
 
     Raises:
-        UserError: one that it has was made with other settings.
+        UserError: one that it has was made with other settings, or a seed is none of the plan's.
     """
+    if others := set(only) - set(plan.seeds):
+        raise UserError(f"--seeds: {min(others)} is none of {', '.join(map(str, plan.seeds))}")
     cells, todo = plan.cells, []
-    seeds = plan.seeds[:1] if pilot else plan.seeds
+    seeds = only or (plan.seeds[:1] if pilot else plan.seeds)
     for seed in seeds:
         for cell in [cells[name] for name in plan.file.pilot] if pilot else cells.values():
             kept = runs.get(f"{cell.name}-{seed}")
@@ -119,19 +126,19 @@ def run(arguments: Arguments) -> None:
     """Run after run, as long as there is time."""
     began, plan = time.monotonic(), read_plan(Path(arguments.plan))
     path = Path(arguments.output) / ("pilot.json" if arguments.pilot else "runs.json")
-    record = json.loads(path.read_text()) if path.exists() else {"runs": {}}
-    todo = [] if arguments.page else missing(plan, record["runs"], arguments.pilot)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    runs = (read(path) or {}).get("runs", {})
+    todo = [] if arguments.page else missing(plan, runs, arguments.pilot, arguments.seeds)
     while todo and time.monotonic() - began < 3600 * arguments.hours:
         cell, seed = todo.pop(0)
         print(f"{cell.name}-{seed}", file=sys.stderr)
-        record["runs"][f"{cell.name}-{seed}"] = run_cell(plan, cell, seed)
-        record["made"] = facts("experiments.study")
-        write_json(path, record)
+        entry = run_cell(plan, cell, seed)
+        with changed(path) as record:
+            record.setdefault("runs", {})[f"{cell.name}-{seed}"] = entry
+            record["made"] = facts("experiments.study")
     if todo:
         print(f"{len(todo)} runs are left; the same command goes on", file=sys.stderr)
     if not arguments.pilot:
-        write_pages(plan, record, Path(arguments.docs))
+        write_pages(plan, read(path) or {"runs": {}}, Path(arguments.docs))
 
 
 def main(argv: list[str]) -> int:

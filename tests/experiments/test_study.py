@@ -210,6 +210,24 @@ def test_cells_are_run_once_and_the_page_is_of_the_record(plan, capsys):
     assert "6/bf16-0: its settings are others than when it was run" in capsys.readouterr().err
 
 
+def test_commands_with_other_seeds_share_a_record(plan, capsys, monkeypatch):
+    done = plan(lengths={"6": {}}, questions={}, pilot=[])
+    run_one = Runner.run_one
+
+    def beside(runner: Runner, name: str) -> None:
+        if name == "bf16-1":
+            assert study.main([*WORDS, "--seeds", "0"]) == 0  # while this one runs
+        run_one(runner, name)
+
+    monkeypatch.setattr(Runner, "run_one", beside)
+    assert study.main([*WORDS, "--seeds", "1"]) == 0
+    assert sorted(done) == [f"6/{arm}-{seed}" for arm in ("bf16", "none-4") for seed in (0, 1)]
+    runs = json.loads(Path("results/runs.json").read_text())["runs"]
+    assert sorted(runs) == sorted(done)
+    assert study.main([*WORDS, "--seeds", "7"]) == 2
+    assert "--seeds: 7 is none of 0, 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -13,7 +13,7 @@ from typing import Any
 from experiments.benchmarks.gpu.figures import summary
 from experiments.benchmarks.gpu.jobs import PARTS, Job
 from experiments.benchmarks.gpu.timing import METHOD
-from experiments.benchmarks.record import read, write
+from experiments.record import read, write
 from fp8rl_jax.errors import UserError
 from pallas_kernels.check.sources import fingerprint
 
