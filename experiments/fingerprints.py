@@ -100,7 +100,10 @@ ARMS |= {
 }
 """What records measure that are no ablations' and whose commands take no fingerprint; one that is
 compared with it where that is one recipe."""
-OTHERS = ("depth/results", "fake_quantization", "gradients/results", *(ARMS.keys() - {"formats/learning"}))
+OTHERS = (
+    *("depth/results", "fake_quantization", "gradients/results"),
+    *(ARMS.keys() - {"formats/learning"}),
+)
 """Records that are no ablations' and have a fingerprint, in experiments/results."""
 
 
